@@ -196,13 +196,13 @@ def _show_comparisons(report: dict[str, Any]) -> None:
     rows = [
         (
             comparison["version"],
-            what,
-            comparison[what]["test"] or "-",
-            _p_value(comparison[what]["p"]),
-            comparison[what]["verdict"],
+            metric,
+            comparison[metric]["test"] or "-",
+            _p_value(comparison[metric]["p"]),
+            comparison[metric]["verdict"],
         )
         for comparison in report["comparisons"]
-        for what in ("errors", "latency")
+        for metric in ("errors", "latency")
     ]
     console.print(table(("VERSION", "OF", "TEST", "p", "VERDICT"), rows, right=("p",)))
 
@@ -238,12 +238,12 @@ def _bar(share: float) -> str:
 
 
 def _version(version: dict[str, Any]) -> str:
-    other = version["label"] if version["version"] == version["number"] else version["number"]
-    return f"{version['version']} ({other})" if other else str(version["version"])
+    alias = version["label"] if version["version"] == version["number"] else version["number"]
+    return f"{version['version']} ({alias})" if alias else str(version["version"])
 
 
 def _sticky(split: dict[str, Any]) -> str:
-    return ", ".join(f"{what} {name}" for what, name in split.get("sticky", {}).items())
+    return ", ".join(f"{kind} {name}" for kind, name in split.get("sticky", {}).items())
 
 
 def _state(state: str) -> Text:

@@ -170,16 +170,18 @@ def bench(
             where_of(kube, kubeconfig, context), lambda fleet: service_at(fleet, namespace, service, url)
         )
     else:
-        given = {"--kube": kube, "--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
+        fleet_options = {"--kube": kube, "--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
         with report_errors():
-            _refuse(given, "selects a fleet: add --service")
+            _refuse(fleet_options, "selects a fleet: add --service")
     url = url or SERVER_URL
     if protocol == "openai":
         from headrace.cli.bench_run import ChatOptions, run_chat
 
-        others = {"--rate": rate, "--uniform": uniform, "--input": inputs, "--shape": shape, "--plot": plot}
+        chat_options = {"--rate": rate, "--uniform": uniform, "--input": inputs, "--shape": shape, "--plot": plot}
         with report_errors():
-            _refuse({**others, "--version": version, "--rows": rows != 1}, "cannot be used with --protocol openai")
+            _refuse(
+                {**chat_options, "--version": version, "--rows": rows != 1}, "cannot be used with --protocol openai"
+            )
             run_chat(
                 ChatOptions(
                     model=model,
@@ -203,9 +205,15 @@ def bench(
                 )
             )
         return
-    others = {"--scenario": scenario, "--params": params, "--dataset": dataset, "--report": report, "--output": output}
+    chat_options = {
+        "--scenario": scenario,
+        "--params": params,
+        "--dataset": dataset,
+        "--report": report,
+        "--output": output,
+    }
     with report_errors():
-        _refuse({**others, "--about": about}, "is for language models: add --protocol openai")
+        _refuse({**chat_options, "--about": about}, "is for language models: add --protocol openai")
         if not model:
             raise InvalidArgument("MODEL is missing: give the name of the model; `headrace models list` shows them")
         run_bench(
@@ -233,9 +241,9 @@ def bench(
         )
 
 
-def _refuse(given: Mapping[str, object], why: str) -> None:
+def _refuse(options: Mapping[str, object], reason: str) -> None:
     from headrace.core.errors import InvalidArgument
 
-    for name, value in given.items():
+    for name, value in options.items():
         if value:
-            raise InvalidArgument(f"{name} {why}")
+            raise InvalidArgument(f"{name} {reason}")

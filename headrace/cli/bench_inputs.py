@@ -38,16 +38,16 @@ def prepare(
         config = client.config(model, version=version)
     except HeadraceError:
         config = {}  # not every v2 server has this endpoint
-    wanted = {str(tensor["name"]): tensor for tensor in metadata.get("inputs") or ()}
-    first_sizes = [next(iter(tensor.get("shape") or [0])) for tensor in wanted.values()]
+    tensors = {str(tensor["name"]): tensor for tensor in metadata.get("inputs") or ()}
+    first_sizes = [next(iter(tensor.get("shape") or [0])) for tensor in tensors.values()]
     batched = int(config.get("max_batch_size") or 0) > 0 if config else all(size == -1 for size in first_sizes)
     _check_rows(model, config, batched, rows)
-    sizes = dict(_parse_shape(shape, wanted, model) for shape in shapes)
+    sizes = dict(_parse_shape(shape, tensors, model) for shape in shapes)
     optional = {str(tensor.get("name")) for tensor in config.get("input") or () if tensor.get("optional")}
     builder = Inputs(model, metadata)
     for text in given:
         name, equals, value = text.partition("=")
-        if equals and name in wanted and _SIZES.fullmatch(value):
+        if equals and name in tensors and _SIZES.fullmatch(value):
             sizes[name] = _sizes(value)
         elif equals and _FILE.fullmatch(value):
             builder.add(f"{name}=@{value}")
@@ -55,7 +55,7 @@ def prepare(
             builder.add(text)
     for name in builder.missing():
         if name not in optional or name in sizes:
-            shape = _full_shape(model, wanted[name], sizes.get(name), rows, batched)
+            shape = _full_shape(model, tensors[name], sizes.get(name), rows, batched)
             builder.add(f"{name}=random" + (f":{','.join(map(str, shape))}" if shape else ""))
     inputs = builder.inputs
     row_counts = {len(tensor.values) for tensor in inputs.values()} if batched and inputs else {1}
@@ -74,13 +74,13 @@ def _check_rows(model: str, config: Mapping[str, Any], batched: bool, rows: int)
         raise InvalidArgument(f"--rows {rows}: model '{model}' takes at most {limit} in a request (max_batch_size)")
 
 
-def _parse_shape(text: str, wanted: Mapping[str, Any], model: str) -> tuple[str, list[int]]:
+def _parse_shape(text: str, tensors: Mapping[str, Any], model: str) -> tuple[str, list[int]]:
     name, colon, sizes = text.rpartition(":")
     if not colon or not _SIZES.fullmatch(sizes):
         raise InvalidArgument(f"--shape {text[:64]!a}: write NAME:SIZES, such as ids:128 or image:3,224,224")
-    if name not in wanted:
+    if name not in tensors:
         raise InvalidArgument(
-            f"model '{model}' has no input '{name}'{suggestion(name, wanted)}; it has: {', '.join(wanted)}"
+            f"model '{model}' has no input '{name}'{suggestion(name, tensors)}; it has: {', '.join(tensors)}"
         )
     return name, _sizes(sizes)
 
@@ -111,8 +111,8 @@ def _full_shape(
     return [rows, *inner] if batched else inner
 
 
-def _fits(given: list[int], wanted: list[int]) -> bool:
-    return all(want in (-1, size) for size, want in zip(given, wanted, strict=True))
+def _fits(shape: list[int], model_shape: list[int]) -> bool:
+    return all(want in (-1, size) for size, want in zip(shape, model_shape, strict=True))
 
 
 def _sizes(text: str) -> list[int]:

@@ -35,10 +35,9 @@ from headrace.fleet.client.contract import kind_named
 from headrace.fleet.client.tables import summary
 from headrace.fleet.names import SERVICE
 from headrace.fleet.planning.context import CLUSTER_DOMAIN
-from headrace.programs.loadtest.chat.report import report
+from headrace.programs.loadtest.chat.report import check_output, report, write_results
 from headrace.programs.loadtest.chat.requests import read_dataset
 from headrace.programs.loadtest.chat.runner import ChatRun, ChatTest, Limits, at
-from headrace.programs.loadtest.chat.storage import check_output, write_results
 from headrace.programs.loadtest.plots import check_plot_file, curve, draw_runs, histogram, milliseconds, sweep
 from headrace.programs.loadtest.results import PERCENTILES, RunResults, ServerView, percentile
 from headrace.programs.loadtest.runner import Access, LoadTest, Plan, resolve_protocol
@@ -59,8 +58,8 @@ async def service_at(fleet: Fleet, namespace: str, name: str, url: str) -> tuple
         )
     status = summary(service)
     if status.ready != "True" or not status.url:
-        why = status.reason or "it has no URL yet"
-        raise FailedPrecondition(f"{bare} is not ready: {why}; see `headrace describe isvc {bare} -n {space}{flag}`")
+        reason = status.reason or "it has no URL yet"
+        raise FailedPrecondition(f"{bare} is not ready: {reason}; see `headrace describe isvc {bare} -n {space}{flag}`")
     about = {
         "service": f"{space}/{bare}",
         "served model": status.model,
@@ -500,8 +499,8 @@ def bars() -> Iterator[Progress]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield silent
         return
-    shown = LoadingBars(console)
+    loading_bars = LoadingBars(console)
     try:
-        yield shown
+        yield loading_bars
     finally:
-        shown.close()
+        loading_bars.close()

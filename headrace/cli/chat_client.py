@@ -35,7 +35,7 @@ class Answer:
 
     text: str = ""
     reasoning: str = ""
-    """What the model wrote for itself first."""
+    """Reasoning: text that the model generated before the answer."""
     finish_reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -76,7 +76,7 @@ class ChatClient:
             url: Address of the server; may end in `/v1`.
             api_key: Sent as `Authorization: Bearer`.
             seconds: Longest wait for the next token.
-            title: What error messages about models call the server; the URL for "".
+            title: Name of the server in error messages about models; the URL for "".
         """
         url = url if "://" in url else f"http://{url}"
         self.url = url.rstrip("/").removesuffix("/v1")

@@ -31,7 +31,7 @@ complete -o default -F _headrace_completion headrace
 """Typer's script does not work: bash splits words at = and :, so --policy=p2c and URLs are read from the line."""
 
 Values = Callable[..., list[str]]
-"""Typer inspects the names of its parameters."""
+"""A callback that returns candidates; Typer inspects the names of its parameters."""
 
 
 class Shell(StrEnum):
@@ -62,8 +62,8 @@ def completion(
     if shell is Shell.BASH:
         typer.echo(_BASH.strip())
     else:
-        named = {"prog_name": "headrace", "complete_var": VARIABLE, "shell": shell.value}
-        typer.echo(get_completion_script(**named))
+        options = {"prog_name": "headrace", "complete_var": VARIABLE, "shell": shell.value}
+        typer.echo(get_completion_script(**options))
 
 
 def add_values(app: typer.Typer) -> None:
@@ -121,9 +121,9 @@ def _platforms() -> Iterable[str]:
     return PLATFORMS
 
 
-def _starting(known: Callable[[], Iterable[str]]) -> Values:
+def _starting(candidates: Callable[[], Iterable[str]]) -> Values:
     def values(incomplete: str) -> list[str]:
-        return [value for value in known() if value.startswith(incomplete)]
+        return [value for value in candidates() if value.startswith(incomplete)]
 
     return values
 

@@ -71,8 +71,8 @@ def doctor(
     from headrace.programs.doctor.servers import Port
 
     with exit_on_error():
-        named = [*map(check_platform, platform or ()), *([KUBERNETES] if kube else [])]
-        wanted = DoctorOptions(
+        platform_names = [*map(check_platform, platform or ()), *([KUBERNETES] if kube else [])]
+        options = DoctorOptions(
             os.environ,
             host,
             (
@@ -83,9 +83,9 @@ def doctor(
             Path(repository) if repository else Path("models") if Path("models").is_dir() else None,
             tuple(server_url(text) for text in url or ()),
             tuple(server_url(text) for text in gateway or ()),
-            tuple(dict.fromkeys(named)),
+            tuple(dict.fromkeys(platform_names)),
         )
-    findings = diagnose(list_checks(wanted), wanted.seconds, heading_of)
+    findings = diagnose(list_checks(options), options.seconds, heading_of)
     if as_json:
         print_json(as_document(findings))
     else:

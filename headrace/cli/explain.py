@@ -105,14 +105,14 @@ def _as_json(explanations: list[Explanation], documents: ExplainInput) -> Any:
     if not explanations:
         runtime: dict[str, Any] = {"name": None, "reason": "", "rejected": []}
         return {"runtime": runtime, "components": {}, "objects": [], "errors": errors}
-    shown = [explanation.as_json() for explanation in explanations]
-    for document in shown:
+    documents_json = [explanation.as_json() for explanation in explanations]
+    for document in documents_json:
         document["errors"] = [*errors, *document["errors"]]
     if len(explanations) == 1:
-        return shown[0]
+        return documents_json[0]
     return [
         {"service": name_of(explanation.service), **document}
-        for explanation, document in zip(explanations, shown, strict=True)
+        for explanation, document in zip(explanations, documents_json, strict=True)
     ]
 
 
@@ -140,12 +140,12 @@ def _settings(config: str) -> FleetSettings | None:
     if parsed.problems:
         raise InvalidArgument(f"--config {config}: {parsed.problems[0]}")
     maps = [document for document in parsed.documents if kind_of(document) == "ConfigMap"]
-    chosen = [document for document in maps if name_of(document) == CONFIG_MAP] or maps
-    if len(chosen) != 1:
+    config_maps = [document for document in maps if name_of(document) == CONFIG_MAP] or maps
+    if len(config_maps) != 1:
         raise InvalidArgument(
-            f"--config {config}: it has {len(chosen)} ConfigMaps; give a file with {CONFIG_MAP} alone"
+            f"--config {config}: it has {len(config_maps)} ConfigMaps; give a file with {CONFIG_MAP} alone"
         )
-    return settings_from(FleetSettings(), chosen[0])
+    return settings_from(FleetSettings(), config_maps[0])
 
 
 def _checked(output: str, without: list[str]) -> list[str]:

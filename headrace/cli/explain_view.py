@@ -52,17 +52,17 @@ def _show_service(console: Console, explanation: Explanation) -> None:
 
 
 def _show_runtime(console: Console, explanation: Explanation) -> None:
-    chosen = explanation.selection
-    if chosen is None:
+    selection = explanation.selection
+    if selection is None:
         return
     console.print("\n", heading("Runtime"), sep="")
-    name = name_of(chosen.runtime) if chosen.runtime is not None else "none"
-    console.print(Text.assemble((one_line(name), "bold"), f": {one_line(chosen.reason)}"), soft_wrap=True)
-    if chosen.rejected:
+    name = name_of(selection.runtime) if selection.runtime is not None else "none"
+    console.print(Text.assemble((one_line(name), "bold"), f": {one_line(selection.reason)}"), soft_wrap=True)
+    if selection.rejected:
         console.print()
-        console.print(table(["NOT CHOSEN", "BECAUSE"], chosen.rejected[:_REJECTED]))
-        if len(chosen.rejected) > _REJECTED:
-            console.print(line(f"and {len(chosen.rejected) - _REJECTED} more; -o json has them all"))
+        console.print(table(["NOT CHOSEN", "BECAUSE"], selection.rejected[:_REJECTED]))
+        if len(selection.rejected) > _REJECTED:
+            console.print(line(f"and {len(selection.rejected) - _REJECTED} more; -o json has them all"))
 
 
 def _show_components(console: Console, explanation: Explanation) -> None:
@@ -71,8 +71,8 @@ def _show_components(console: Console, explanation: Explanation) -> None:
     console.print("\n", heading("Components"), sep="")
     rows = []
     for name, component in explanation.components.items():
-        least, most = component.extension.min_replicas, component.extension.max_replicas
-        replicas = str(least) if most <= least else f"{least} to {most}"
+        minimum, maximum = component.extension.min_replicas, component.extension.max_replicas
+        replicas = str(minimum) if maximum <= minimum else f"{minimum} to {maximum}"
         rows.append([name, component.mode, replicas, component.accelerator or "-", component.rule])
     console.print(table(["COMPONENT", "MODE", "REPLICAS", "ACCELERATOR", "RULE"], rows))
     for name, component in explanation.components.items():
@@ -90,9 +90,9 @@ def _show_pods(console: Console, component: Component) -> None:
     for role, pod in pods.items():
         if pod is None:
             continue
-        what = "Pod" if role == "pod" else role.capitalize()
-        of = f" ({component.worker_size} of them)" if role == "worker" else ""
-        console.print("\n", heading(f"{what} of {component.name}{of}"), sep="")
+        title = "Pod" if role == "pod" else role.capitalize()
+        count_text = f" ({component.worker_size} of them)" if role == "worker" else ""
+        console.print("\n", heading(f"{title} of {component.name}{count_text}"), sep="")
         console.print(table(["FIELD", "VALUE", "FROM"], pod_rows(role, pod, component)))
 
 

@@ -220,7 +220,7 @@ def get(
             raise InvalidArgument(f"-w watches one kind at a time: {', '.join(kind.plural for kind in kinds)}")
         if names and selector:
             raise InvalidArgument("-l selects by labels: leave the names out")
-    printer = Printer(kinds, shape, spaces=everywhere, one=len(names) == 1, notes=notes)
+    printer = Printer(kinds, shape, spaces=everywhere, single=len(names) == 1, notes=notes)
 
     async def work(fleet: Fleet) -> None:
         space = "" if everywhere else namespace or fleet.namespace
@@ -247,9 +247,11 @@ async def named(fleet: Fleet, kinds: Sequence[Kind], namespace: str, name: str) 
     """Return the objects of a name, of any of the kinds. Raise NotFound if there is none."""
     documents = await _find(fleet, kinds, namespace, name)
     if not documents:
-        what = " or ".join(kind.name for kind in kinds)
-        where = f" in namespace {namespace}" if any(kind.namespaced for kind in kinds) else ""
-        raise NotFound(f"there is no {what} {name}{where}: `headrace get {kinds[0].plural} -A` lists all")
+        kind_names = " or ".join(kind.name for kind in kinds)
+        namespace_text = f" in namespace {namespace}" if any(kind.namespaced for kind in kinds) else ""
+        raise NotFound(
+            f"there is no {kind_names} {name}{namespace_text}: `headrace get {kinds[0].plural} -A` lists all"
+        )
     return documents
 
 
@@ -356,23 +358,23 @@ def delete(
             if not as_json:
                 typer.echo(f"{object_name(document)} deleted")
         with progress:
-            left = (
+            remaining = (
                 await wait_until_deleted(fleet, documents, progress, WaitSettings(timeout, poll_seconds=0.2))
                 if wait
                 else []
             )
-        return documents, missing, left
+        return documents, missing, remaining
 
-    documents, missing, left = with_fleet(where_of(kube, kubeconfig, context), work)
+    documents, missing, remaining = with_fleet(where_of(kube, kubeconfig, context), work)
     if as_json:
         deleted = [object_name(document) for document in documents]
-        print_json({"deleted": deleted, "missing": missing, "left": left})
+        print_json({"deleted": deleted, "missing": missing, "left": remaining})
     for name in missing if not ignore else ():
         print_error(f"there is no {name}")
-    if left:
-        listed = ", ".join(left[:8])
+    if remaining:
+        listed = ", ".join(remaining[:8])
         print_error(f"still terminating after {timeout:g} s: {listed}")
-    if left or (missing and not ignore):
+    if remaining or (missing and not ignore):
         raise typer.Exit(FAILED)
 
 
@@ -410,7 +412,7 @@ async def _from_files(fleet: Fleet, files: list[str], namespace: str) -> tuple[l
     return documents, missing
 
 
-def _confirm(documents: list[Document], place: str) -> None:
+def _confirm(documents: list[Document], fleet_location: str) -> None:
     from headrace.cli import service_view
 
     if not service_view.is_interactive():
@@ -418,5 +420,7 @@ def _confirm(documents: list[Document], place: str) -> None:
     for document in documents:
         typer.echo(f"  {object_name(document)}", err=True)
     typer.confirm(
-        f"Delete {'this' if len(documents) == 1 else f'these {len(documents)}'} at {place}?", abort=True, err=True
+        f"Delete {'this' if len(documents) == 1 else f'these {len(documents)}'} at {fleet_location}?",
+        abort=True,
+        err=True,
     )

@@ -138,10 +138,10 @@ def _show_pods(console: Console, pods: Sequence[Document], now: datetime) -> Non
     _section(console, "Pods")
     rows = []
     for pod in map(pod_json, pods):
-        why = ": ".join(dict.fromkeys(text for text in (pod["reason"], pod["message"]) if text)) or "-"
+        reason = ": ".join(dict.fromkeys(text for text in (pod["reason"], pod["message"]) if text)) or "-"
         state = state_text(pod["state"])
         rows.append((pod["name"], pod["component"], state, pod["restarts"], pod["node"] or "-",
-                     age(pod["created"], now), why))  # fmt: skip
+                     age(pod["created"], now), reason))  # fmt: skip
     console.print(table(("POD", "COMPONENT", "STATE", "RESTARTS", "NODE", "AGE", "WHY"), rows))
 
 
@@ -185,20 +185,22 @@ def _show_nodes(console: Console, description: Description) -> None:
 
 
 def _show_runtime(console: Console, description: Description) -> None:
-    runtime, chosen = get_mapping(description.document, "status", "runtime"), description.selection
-    if not runtime and chosen is None:
+    runtime, selection = get_mapping(description.document, "status", "runtime"), description.selection
+    if not runtime and selection is None:
         return
     _section(console, "Runtime")
     if runtime:
         text = f"{get_str(runtime, 'name')} ({get_str(runtime, 'kind')}): {get_str(runtime, 'reason')}"
         console.print(line(text), soft_wrap=True)
-    elif chosen is not None:
-        name = name_of(chosen.runtime) if chosen.runtime is not None else "none"
-        console.print(line(f"{name}: {chosen.reason}"), soft_wrap=True)
-    if chosen is not None and chosen.rejected:
-        console.print(table(("NOT CHOSEN", "BECAUSE"), [tuple(rejected) for rejected in chosen.rejected[:_REJECTED]]))
-        if len(chosen.rejected) > _REJECTED:
-            console.print(line(f"and {len(chosen.rejected) - _REJECTED} more; --json has them all"))
+    elif selection is not None:
+        name = name_of(selection.runtime) if selection.runtime is not None else "none"
+        console.print(line(f"{name}: {selection.reason}"), soft_wrap=True)
+    if selection is not None and selection.rejected:
+        console.print(
+            table(("NOT CHOSEN", "BECAUSE"), [tuple(rejected) for rejected in selection.rejected[:_REJECTED]])
+        )
+        if len(selection.rejected) > _REJECTED:
+            console.print(line(f"and {len(selection.rejected) - _REJECTED} more; --json has them all"))
 
 
 def _show_events(console: Console, events: Sequence[Document], now: datetime) -> None:

@@ -76,7 +76,7 @@ def where_of(kube: bool, kubeconfig: str, context: str) -> FleetTarget:
     return FleetTarget(kube, kubeconfig, context)
 
 
-def with_fleet(where: FleetTarget, work: Callable[[Fleet], Awaitable[T]]) -> T:
+def with_fleet(target: FleetTarget, work: Callable[[Fleet], Awaitable[T]]) -> T:
     """Run a function with the fleet; report errors with their exit code."""
     import asyncio
 
@@ -88,7 +88,7 @@ def with_fleet(where: FleetTarget, work: Callable[[Fleet], Awaitable[T]]) -> T:
         log.addHandler(logging.NullHandler())
 
     async def run() -> T:
-        fleet = client.open_fleet(where)
+        fleet = client.open_fleet(target)
         try:
             return await work(fleet)
         finally:

@@ -96,7 +96,7 @@ def _rollout_command(done: str) -> Callable[..., None]:
 def _change(
     name: str,
     namespace: str,
-    where: FleetTarget,
+    target: FleetTarget,
     change: Callable[[Document], Document],
     done: str,
     *,
@@ -112,7 +112,7 @@ def _change(
             typer.echo(f"{object_name(service)} {done}")
         return await _wait(fleet, service, progress, timeout) if timeout is not None else []
 
-    outcomes = with_fleet(where, work)
+    outcomes = with_fleet(target, work)
     if as_json:
         ready = {"ready": outcomes[0].ready, "reason": outcomes[0].reason} if outcomes else {}
         print_json({"name": name, "rollout": done, **ready})
@@ -243,12 +243,12 @@ async def _patch(fleet: Fleet, namespace: str, name: str, change: Callable[[Docu
 
     service = await _service(fleet, namespace, name)
     generation = get_int(service, "metadata", "generation")
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         try:
             return await fleet.patch(kind_named(SERVICE), namespace or fleet.namespace, name, change(service))
         except Unavailable:
             service = await _service(fleet, namespace, name)
-            if not left or get_int(service, "metadata", "generation") != generation:
+            if not tries_left or get_int(service, "metadata", "generation") != generation:
                 raise
     raise Unavailable(f"{name} changes too often; try again")
 

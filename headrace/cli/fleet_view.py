@@ -42,16 +42,16 @@ class Printer:
     """Prints documents of given kinds in one format."""
 
     def __init__(
-        self, kinds: Sequence[Kind], output: str, *, spaces: bool = False, one: bool = False, notes: bool = False
+        self, kinds: Sequence[Kind], output: str, *, spaces: bool = False, single: bool = False, notes: bool = False
     ) -> None:
         self._kinds = kinds
         self._output = output
-        self._one = one
+        self._one = single
         self._notes = notes
         self._columns: list[Column] = columns_of([kinds[0].name], wide=output == "wide", spaces=spaces)
         self._widths: list[int] = []
 
-    def all(self, documents: Sequence[Document], where: str) -> None:
+    def all(self, documents: Sequence[Document], location: str) -> None:
         """Print all documents."""
         if self._output in ("json", "yaml"):
             shown = [ordered(document if self._notes else without_managed_fields(document)) for document in documents]
@@ -64,7 +64,7 @@ class Printer:
             for document in documents:
                 typer.echo(object_name(document))
         elif not documents:
-            typer.echo(f"no {' or '.join(kind.plural for kind in self._kinds)} in {where}", err=True)
+            typer.echo(f"no {' or '.join(kind.plural for kind in self._kinds)} in {location}", err=True)
         else:
             now = datetime.now(UTC)
             rows = [[_cell(text) for text in cells(document, self._columns, now)] for document in documents]

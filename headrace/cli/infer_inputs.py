@@ -112,39 +112,41 @@ class Inputs:
         self.notes.append(f"{name}: sent as {chosen} {list(tensor.shape)}, because the model takes any type")
         return tensor
 
-    def _filled(self, name: str, dtype: DType | None, given: list[int] | None, shape: list[int]) -> Tensor:
+    def _filled(self, name: str, dtype: DType | None, shape_override: list[int] | None, shape: list[int]) -> Tensor:
         kind = dtype or dtype_named("FP32")
-        sizes = given if given is not None else [max(size, 1) if size else 0 for size in shape]
-        if given is None and dtype is None:
+        sizes = shape_override if shape_override is not None else [max(size, 1) if size else 0 for size in shape]
+        if shape_override is None and dtype is None:
             sizes = [1, 1]
         array = _random_array(self._random, kind, sizes)
         self.notes.append(f"{name}: random {kind.name} {sizes}")
         return Tensor(name, kind, array)
 
     def _typed(self, tensor: Tensor, dtype: DType) -> Tensor:
-        own = tensor.dtype
-        if own is dtype:
+        dtype_of_values = tensor.dtype
+        if dtype_of_values is dtype:
             return tensor
-        if own is BYTES or dtype is BYTES:
-            raise InvalidArgument(f"input '{tensor.name}' is {own.name}; model '{self._model}' takes {dtype.name}")
-        converted = _cast(tensor.array if own is not BF16 else bf16_to_float32(tensor.array), dtype)
+        if dtype_of_values is BYTES or dtype is BYTES:
+            raise InvalidArgument(
+                f"input '{tensor.name}' is {dtype_of_values.name}; model '{self._model}' takes {dtype.name}"
+            )
+        converted = _cast(tensor.array if dtype_of_values is not BF16 else bf16_to_float32(tensor.array), dtype)
         if converted is None:
             raise InvalidArgument(
-                f"input '{tensor.name}' is {own.name} with values that do not fit {dtype.name}, which model "
+                f"input '{tensor.name}' is {dtype_of_values.name} with values that do not fit {dtype.name}, which model "
                 f"'{self._model}' takes; convert it before sending if that is intended"
             )
-        self.notes.append(f"{tensor.name}: converted from {own.name} to {dtype.name}, the model's type")
+        self.notes.append(f"{tensor.name}: converted from {dtype_of_values.name} to {dtype.name}, the model's type")
         return Tensor(tensor.name, dtype, converted)
 
-    def _shaped(self, tensor: Tensor, wanted: list[int]) -> Tensor:
+    def _shaped(self, tensor: Tensor, model_shape: list[int]) -> Tensor:
         shape = list(tensor.shape)
-        if _fits(shape, wanted):
+        if _fits(shape, model_shape):
             return tensor
         # A scalar fits any number of dimensions of size 1.
-        if not shape and all(size in (-1, 1) for size in wanted):
-            return Tensor(tensor.name, tensor.dtype, tensor.array.reshape([1] * len(wanted)))
+        if not shape and all(size in (-1, 1) for size in model_shape):
+            return Tensor(tensor.name, tensor.dtype, tensor.array.reshape([1] * len(model_shape)))
         fixed = [1, *shape]
-        if not _fits(fixed, wanted):
+        if not _fits(fixed, model_shape):
             raise InvalidArgument(
                 f"input '{tensor.name}' has shape {_shape(shape)}; model '{self._model}' takes {self._one(tensor.name)}"
                 " (-1 is any size)"
@@ -153,9 +155,9 @@ class Inputs:
         return Tensor(tensor.name, tensor.dtype, tensor.array.reshape(fixed))
 
     def _one(self, name: str) -> str:
-        wanted = self._wanted[name]
-        datatype = wanted.get("datatype")
-        return f"{name} {datatype} {_shape(wanted.get('shape') or ())}" if datatype else f"{name} of any type and shape"
+        tensor = self._wanted[name]
+        datatype = tensor.get("datatype")
+        return f"{name} {datatype} {_shape(tensor.get('shape') or ())}" if datatype else f"{name} of any type and shape"
 
     def _all(self) -> str:
         return ", ".join(map(self._one, self._wanted)) or "no inputs"
@@ -164,18 +166,20 @@ class Inputs:
         return f"{next(iter(self._wanted), 'x')}=@file.npy"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """Return " (did you mean 'NAME'?)" with the closest known name; "" if there is none."""
-    near = nearest(name, known)
-    return f" (did you mean '{near}'?)" if near else ""
+    closest = nearest(name, names)
+    return f" (did you mean '{closest}'?)" if closest else ""
 
 
 def _shape(sizes: Iterable[int]) -> str:
     return f"[{','.join(map(str, sizes))}]"
 
 
-def _fits(shape: list[int], wanted: list[int]) -> bool:
-    return len(shape) == len(wanted) and all(want in (-1, have) for have, want in zip(shape, wanted, strict=True))
+def _fits(shape: list[int], model_shape: list[int]) -> bool:
+    return len(shape) == len(model_shape) and all(
+        want in (-1, have) for have, want in zip(shape, model_shape, strict=True)
+    )
 
 
 def _sizes(text: str) -> list[int]:

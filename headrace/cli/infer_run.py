@@ -79,8 +79,8 @@ def _shape(sizes: tuple[int, ...]) -> str:
 
 def _values(array: npt.NDArray[Any]) -> str:
     flat = array.reshape(-1)
-    shown = [_value(value) for value in flat[:_SHOWN].tolist()]
-    return " ".join(shown) + (" ..." if flat.size > _SHOWN else "")
+    values = [_value(value) for value in flat[:_SHOWN].tolist()]
+    return " ".join(values) + (" ..." if flat.size > _SHOWN else "")
 
 
 def _value(value: Any) -> str:
@@ -99,16 +99,16 @@ def _text(value: bytes) -> str:
 def _document(result: Result, seconds: list[float], scores: dict[str, list[list[ClassScore]]]) -> dict[str, Any]:
     outputs: list[dict[str, Any]] = []
     for name, tensor in result.tensors.items():
-        shown: dict[str, Any] = {"name": name, "datatype": tensor.dtype.name, "shape": tensor.shape}
+        document: dict[str, Any] = {"name": name, "datatype": tensor.dtype.name, "shape": tensor.shape}
         if name in scores:
-            shown["classes"] = [
+            document["classes"] = [
                 [{"value": score.value, "index": score.index, "label": score.label} for score in row]
                 for row in scores[name]
             ]
         else:
             flat = result[name].reshape(-1)
-            shown["data"] = [_text(value) for value in flat] if flat.dtype == object else flat.tolist()
-        outputs.append(shown)
+            document["data"] = [_text(value) for value in flat] if flat.dtype == object else flat.tolist()
+        outputs.append(document)
     return {
         "model_name": result.model_name,
         "model_version": result.model_version,
@@ -180,12 +180,12 @@ def run_infer(options: InferOptions) -> None:
         show_results(result, seconds, options.classes, options.as_json)
 
 
-def _check_stream(what: str, options: InferOptions, files: dict[str, str]) -> None:
+def _check_stream(subject: str, options: InferOptions, files: dict[str, str]) -> None:
     """Raise InvalidArgument for options that need exactly one result."""
     if options.repeat > 1:
-        raise InvalidArgument(f"{what} returns any number of results and cannot be combined with --repeat")
+        raise InvalidArgument(f"{subject} returns any number of results and cannot be combined with --repeat")
     if any(files.values()):
-        raise InvalidArgument(f"{what} returns any number of results, which cannot be written to files")
+        raise InvalidArgument(f"{subject} returns any number of results, which cannot be written to files")
 
 
 def _is_decoupled(client: Client, options: InferOptions) -> bool:
@@ -214,9 +214,9 @@ def _other_models(name: str, names: list[str]) -> str:
     """Return a hint for a model that does not exist: the nearest name, or what there is."""
     if name in names or not names:
         return ""
-    near = nearest(name, names)
-    if near:
-        return f"did you mean '{near}'?"
+    closest = nearest(name, names)
+    if closest:
+        return f"did you mean '{closest}'?"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"the server has {', '.join(names[:_SHOWN])}{more}"
 
@@ -270,8 +270,8 @@ def _outputs(options: InferOptions, metadata: dict[str, Any], names: list[str]) 
             )
     if not options.classes:
         return [Output(name) for name in names]
-    wanted = names or [name for name, datatype in offered.items() if datatype != "BYTES"]
-    return [Output(name, classes=0 if offered[name] == "BYTES" else options.classes) for name in wanted]
+    requested = names or [name for name, datatype in offered.items() if datatype != "BYTES"]
+    return [Output(name, classes=0 if offered[name] == "BYTES" else options.classes) for name in requested]
 
 
 def _save(result: Result, files: dict[str, str]) -> None:

@@ -70,8 +70,8 @@ def init_model(path: Path, repository: Path, name: str, version: str, *, move: b
     try:
         return _init(path, repository, name, version, move=move)
     except OSError as error:
-        where = error.filename or repository
-        raise InvalidArgument(f"{where} cannot be written or read: {error.strerror}; nothing was created") from None
+        location = error.filename or repository
+        raise InvalidArgument(f"{location} cannot be written or read: {error.strerror}; nothing was created") from None
 
 
 def _init(path: Path, repository: Path, name: str, version: str, *, move: bool) -> InitResult:

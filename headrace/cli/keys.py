@@ -181,18 +181,18 @@ def _row(key: ApiKey, now: float) -> dict[str, Any]:
 def _tenant(
     share: float | None, priority: int | None, prompt_tokens: int | None, output_tokens: int | None
 ) -> dict[str, float]:
-    """Return what was given for a router."""
-    given = {
+    """Return the router's settings among the options."""
+    settings = {
         "share": share,
         "priority": priority,
         "prompt_tokens_per_minute": prompt_tokens,
         "output_tokens_per_minute": output_tokens,
     }
-    return {field: value for field, value in given.items() if value is not None}
+    return {field: value for field, value in settings.items() if value is not None}
 
 
 def _tenant_text(row: dict[str, Any]) -> str:
-    """Return what a key sets for a router, for people."""
+    """Return the router's settings of a key, as text."""
     texts = [f"share {row['share']:g}"] if row["share"] != 1 else []
     if row["priority"]:
         texts.append(f"priority {row['priority']}")

@@ -26,8 +26,8 @@ def main() -> None:
     app()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(print_it: bool) -> None:
+    if print_it:
         typer.echo(f"headrace {__version__} (Python {sys.version.split()[0]})")
         raise typer.Exit
 

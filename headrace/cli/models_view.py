@@ -80,7 +80,7 @@ def sleep_lines(report: dict[str, Any]) -> list[str]:
         text = f"{report['model']} version {version}: {sleep['state']}"
         text += f" at level {sleep['level']}" if sleep["level"] else ""
         text += f" after {sleep['seconds']:.3g} s" if sleep["seconds"] is not None else ""
-        freed = [f"{readable_bytes(size)} of {place_text(place)}" for place, size in sleep["freed_bytes"].items()]
+        freed = [f"{readable_bytes(size)} of {place_text(location)}" for location, size in sleep["freed_bytes"].items()]
         lines.append(f"{text}, {' and '.join(freed)} given back" if freed else text)
     return lines
 
@@ -153,17 +153,17 @@ def show_model(details: dict[str, Any]) -> None:
 def _show_tensors(console: Console, metadata: dict[str, Any], config: dict[str, Any]) -> None:
     console.print("\n", heading(f"Tensors ({metadata['platform']})"), sep="")
     rows = []
-    for what in ("input", "output"):
-        more = {tensor["name"]: tensor for tensor in config.get(what, [])}
+    for kind in ("input", "output"):
+        more = {tensor["name"]: tensor for tensor in config.get(kind, [])}
         rows += [
             [
-                what,
+                kind,
                 tensor["name"],
                 tensor["datatype"] or "any",
                 tensor["shape"] if tensor["datatype"] else "any",
                 _notes(more.get(tensor["name"], {})),
             ]
-            for tensor in metadata[f"{what}s"]
+            for tensor in metadata[f"{kind}s"]
         ]
     console.print(table(["", "NAME", "TYPE", "SHAPE", "NOTES"], rows))
     for text in language_model_lines(config):
@@ -264,9 +264,9 @@ def _dynamic_lines(batching: dict[str, Any]) -> list[str]:
         lines.append(
             f"{batching['priority_levels']} priorities; {batching['default_priority_level']} for requests without one."
         )
-    most = batching.get("default_queue_policy", {}).get("max_queue_size", 0)
-    if most:
-        lines.append(f"At most {most} requests wait; more are rejected.")
+    max_queue_size = batching.get("default_queue_policy", {}).get("max_queue_size", 0)
+    if max_queue_size:
+        lines.append(f"At most {max_queue_size} requests wait; more are rejected.")
     if batching.get("preserve_ordering"):
         lines.append("Responses keep the order of their requests.")
     return lines
@@ -393,10 +393,10 @@ def show_result(result: InitResult) -> None:
     """Print the result of `models init`."""
     console = open_console()
     detected = result.detected
-    what = [f"{detected.what}", *["part of it"] * (len(detected.parts) - 1)]
+    parts = [f"{detected.what}", *["part of it"] * (len(detected.parts) - 1)]
     rows = [
         [part.source.name, is_, detected.backend, _size(part.source, result)]
-        for part, is_ in zip(detected.parts, what, strict=True)
+        for part, is_ in zip(detected.parts, parts, strict=True)
     ]
     console.print(table(["FILE", "IS", "BACKEND", "SIZE"], rows, right=["SIZE"]))
     tensors = [

@@ -54,7 +54,7 @@ def deploy(
     """Deploy InferenceServices to a Ray cluster, or update them, and wait until they are ready.
 
     The same files as for `headrace up` and Kubernetes. Every node needs Headrace with the packages of the model's format,
-    and the model's files, unless they are downloaded. What has no meaning on Ray is refused by name, before anything
+    and the model's files, unless they are downloaded. A field that Ray does not support is reported by name, before anything
     changes. `--host` and `--port` have an effect when Ray Serve starts on the cluster; later services use the same proxies.
 
     Examples:
@@ -87,8 +87,8 @@ def deploy(
                     url = cluster.deploy(spec, path, HttpEndpoint(host, port), timeout, progress)
                 deployed.append({"name": spec.name, "route_prefix": path, "url": url})
                 if not as_json:
-                    where = url or f"path {path} of Ray Serve's proxies, which ran before"
-                    typer.echo(f"{spec.name} is ready: {where}")
+                    address_text = url or f"path {path} of Ray Serve's proxies, which ran before"
+                    typer.echo(f"{spec.name} is ready: {address_text}")
         if as_json:
             print_json(deployed)
 

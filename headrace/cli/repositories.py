@@ -78,7 +78,7 @@ def engine_settings(
 
 
 def _check_mode_options(values: OptionValues, mode: Mode, load: Sequence[str]) -> None:
-    """Raise for options that the model control mode has no use for."""
+    """Raise InvalidArgument for options that the model control mode does not use."""
     if values.has("load-model") and mode not in ("explicit", "on-demand"):
         raise InvalidArgument("--load-model chooses what explicit loads: add --model-control-mode=explicit")
     if values.has("pin-model") and mode != "on-demand":
@@ -128,18 +128,16 @@ def _combine(calls: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
 def mode_of(values: OptionValues) -> Mode:
     """Return the model control mode, also from Triton's older switches."""
     known: dict[str, Mode] = {"none": "none", "poll": "poll", "explicit": "explicit", "on-demand": "on-demand"}
-    chosen = {known[values.str("model-control-mode")]} if values.has("model-control-mode") else set()
+    modes = {known[values.str("model-control-mode")]} if values.has("model-control-mode") else set()
     if values.has("allow-model-control") and values.bool("allow-model-control"):
-        chosen.add("explicit")
+        modes.add("explicit")
     if values.has("allow-poll-model-repository"):
-        chosen.add("poll" if values.bool("allow-poll-model-repository") else "none")
-    if chosen == {"none", "explicit"} and not values.has("model-control-mode"):
+        modes.add("poll" if values.bool("allow-poll-model-repository") else "none")
+    if modes == {"none", "explicit"} and not values.has("model-control-mode"):
         return "explicit"  # control without polling: the first releases called this explicit
-    if len(chosen) > 1:
-        raise InvalidArgument(
-            f"the options ask for both {' and '.join(sorted(chosen))}: use --model-control-mode alone"
-        )
-    return chosen.pop() if chosen else known[values.str("model-control-mode")]
+    if len(modes) > 1:
+        raise InvalidArgument(f"the options ask for both {' and '.join(sorted(modes))}: use --model-control-mode alone")
+    return modes.pop() if modes else known[values.str("model-control-mode")]
 
 
 def cache_bytes_of(values: OptionValues) -> int:

@@ -353,7 +353,7 @@ def router(
     from headrace.core.errors import InvalidArgument
     from headrace.programs.router import run_router
 
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "backends": backends or None,
         "policy": policy,
         "host": host,
@@ -401,15 +401,15 @@ def router(
         "access_log": access_log or None,
         "trace_endpoint": trace_endpoint,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in values.items() if value is not None}
     with program(log_level, log_format):
         if config_map and (not config or config_map.count("/") != 1):
             raise InvalidArgument("--config-map is NAMESPACE/NAME, and needs --config: the file that it is mounted as")
-        settings = replace(router_settings(given, config), config_map=config_map)
+        settings = replace(router_settings(values, config), config_map=config_map)
         code = run_router(
             settings,
             lambda proxy, address: _show(settings, proxy, address),
-            lambda text: router_settings(given, config, text),
+            lambda text: router_settings(values, config, text),
         )
     raise typer.Exit(code)
 

@@ -135,7 +135,7 @@ def router_settings(given: dict[str, Any], config: str, text: str | None = None)
         )
         for section, settings in _SECTIONS.items()
     }
-    if not texts and not sections["discovery"].wanted:
+    if not texts and not sections["discovery"].is_enabled:
         raise InvalidArgument("a router needs a backend: add --backend http://host:8000, or configure discovery")
     policy = values.get("policy", POLICIES[0])
     values["policy"] = ALIASES.get(policy, policy)
@@ -157,11 +157,6 @@ def router_settings(given: dict[str, Any], config: str, text: str | None = None)
     )
 
 
-def read_router_file(path: str) -> dict[str, Any]:
-    """Return the settings in a file, by dotted names. Raises InvalidArgument."""
-    return _parse_settings(_read_text(path), path)
-
-
 def _read_text(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as stream:
@@ -177,8 +172,8 @@ def _parse_settings(text: str, path: str) -> dict[str, Any]:
         document = compose_yaml(text)
     except yaml.YAMLError as error:
         line = yaml_error_line(error)
-        where = path if line is None else f"{path}:{line}"
-        raise InvalidArgument(f"{where}: {yaml_error_reason(error, 'this is not YAML')}") from None
+        location = path if line is None else f"{path}:{line}"
+        raise InvalidArgument(f"{location}: {yaml_error_reason(error, 'this is not YAML')}") from None
     values: dict[str, Any] = {}
     if document is not None:
         _read_mapping(document, "", path, values)
@@ -201,13 +196,13 @@ def _read_mapping(node: yaml.Node, prefix: str, path: str, values: dict[str, Any
         elif name in _TYPES:
             values[name] = _read_value(value, name, path)
         else:
-            known = sorted(
+            names = sorted(
                 key_.removeprefix(prefix)
                 for key_ in (*_TYPES, *_SECTIONS, "backends", _ACTIVATION)
                 if key_.startswith(prefix)
             )
-            known = [key_ for key_ in known if "." not in key_]
-            raise InvalidArgument(f"{_location(path, key)}: there is no setting {name!r}; there are {', '.join(known)}")
+            names = [key_ for key_ in names if "." not in key_]
+            raise InvalidArgument(f"{_location(path, key)}: there is no setting {name!r}; there are {', '.join(names)}")
 
 
 def _read_backends(node: yaml.Node, path: str) -> list[str]:
@@ -337,14 +332,14 @@ def _scale(node: yaml.Node, path: str) -> TargetScale:
     return TargetScale(metric, target, int(max_replicas))
 
 
-def _entries(node: yaml.Node, path: str, what: str, known: tuple[str, ...]) -> Iterator[tuple[str, yaml.Node]]:
+def _entries(node: yaml.Node, path: str, section: str, names: tuple[str, ...]) -> Iterator[tuple[str, yaml.Node]]:
     if not isinstance(node, yaml.MappingNode):
-        raise InvalidArgument(f"{_location(path, node)}: {what} has names and values: {', '.join(known)}")
+        raise InvalidArgument(f"{_location(path, node)}: {section} has names and values: {', '.join(names)}")
     seen: set[str] = set()
     for key, value in node.value:
         name = str(key.value) if isinstance(key, yaml.ScalarNode) else ""
-        if name not in known:
-            raise InvalidArgument(f"{_location(path, key)}: {what} has no {name!r}; there are {', '.join(known)}")
+        if name not in names:
+            raise InvalidArgument(f"{_location(path, key)}: {section} has no {name!r}; there are {', '.join(names)}")
         if name in seen:
             raise InvalidArgument(f"{_location(path, key)}: {name} is set twice")
         seen.add(name)

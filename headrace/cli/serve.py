@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from headrace.programs.configuration.option import Option
 from headrace.programs.configuration.option_table import FLAGS, PANELS
+from headrace.version import __version__
 
 if TYPE_CHECKING:
     from headrace.programs.serve.settings import StartReport
@@ -73,7 +74,7 @@ class ServeCommand(TyperCommand):
 
 
 def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> None:
-    """Serve models. The help is `EXAMPLES`."""
+    """Serve models. The help text is `EXAMPLES`."""
     from headrace.cli.checks import exit_on_error
     from headrace.cli.progress import logging_beside_bars
     from headrace.cli.serve_settings import log_settings, open_log, open_settings, warn
@@ -97,10 +98,33 @@ def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> 
     raise typer.Exit(code)
 
 
-def _print_block(report: StartReport) -> None:
-    from headrace.cli.start_block import start_block
+_NAMED_MODELS = 8
+"""More models are counted rather than named."""
 
+
+def _print_block(report: StartReport) -> None:
     typer.echo(start_block(report), err=True)
+
+
+def start_block(report: StartReport) -> str:
+    """Return the block that is printed on a terminal when the server is ready: addresses, and which models serve."""
+    from headrace.core.telemetry.logs import one_line
+
+    count = len(report.ready)
+    names = ", ".join(report.ready[:_NAMED_MODELS]) + (
+        f" and {count - _NAMED_MODELS} more" if count > _NAMED_MODELS else ""
+    )
+    rows = {
+        "HTTP": report.http,
+        "gRPC": report.grpc,
+        "metrics": report.metrics,
+        "console": report.console,
+        "API": report.documentation,
+        "models": names or "none",
+    }
+    lines = [f"  {label:<9}{value}" for label, value in rows.items() if value]
+    lines += [f"  failed   {name}: {one_line(reason)}" for name, reason in sorted(report.failed.items())]
+    return "\n".join([f"Headrace {__version__} serves {count} model{'s' * (count != 1)}. Ctrl-C stops it.", *lines])
 
 
 def _signature() -> inspect.Signature:

@@ -24,7 +24,7 @@ class Ignored:
     """An option of Triton (any release) without effect here."""
 
     flag: str
-    why: str
+    reason: str
     """The rest of the sentence 'NAME does nothing here: ...'."""
     type: Literal["str", "bool"] = "str"
     harmless: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class Ignored:
 
     def warning(self, value: str) -> str:
         """Return the warning; "" if none is needed."""
-        return "" if value.lower() in self.harmless else f"--{self.flag} does nothing here: {self.why}"
+        return "" if value.lower() in self.harmless else f"--{self.flag} does nothing here: {self.reason}"
 
 
 @dataclass(slots=True)
@@ -55,8 +55,8 @@ class ServeArguments:
 
 def parse_arguments(arguments: Sequence[str]) -> ServeArguments:
     """Parse the arguments. Raise InvalidArgument for an unknown option, or one without its value."""
-    known: dict[str, Option | Ignored] = {flag: option for option in FLAGS.values() for flag in option.flags}
-    known |= {ignored.flag: ignored for ignored in IGNORED}
+    options: dict[str, Option | Ignored] = {flag: option for option in FLAGS.values() for flag in option.flags}
+    options |= {ignored.flag: ignored for ignored in IGNORED}
     parsed = ServeArguments()
     remaining = _Arguments(arguments)
     while (argument := remaining.take()) is not None:
@@ -68,9 +68,9 @@ def parse_arguments(arguments: Sequence[str]) -> ServeArguments:
             parsed.folders.append(argument)
         else:
             name, equals, value = argument.lstrip("-").partition("=")
-            option = known.get(name.replace("_", "-").lower())
+            option = options.get(name.replace("_", "-").lower())
             if option is None:
-                raise InvalidArgument(_unknown(name, known))
+                raise InvalidArgument(_unknown(name, options))
             text = value if equals else _take_value(option, remaining)
             if isinstance(option, Option):
                 parsed.texts.setdefault(option.flag, []).append(text)
@@ -109,11 +109,11 @@ def _take_value(option: Option | Ignored, remaining: _Arguments) -> str:
     return remaining.take() or ""
 
 
-def _unknown(name: str, known: dict[str, Option | Ignored]) -> str:
-    wanted = name.replace("_", "-").lower()
-    prefixed = [flag for flag in known if flag.startswith(wanted)] if len(wanted) > 2 else []
-    near = prefixed[0] if prefixed else nearest(wanted, known)
-    advice = f"did you mean --{near}?" if near else "'headrace serve --help' lists the options"
+def _unknown(name: str, options: dict[str, Option | Ignored]) -> str:
+    normalised = name.replace("_", "-").lower()
+    prefixed = [flag for flag in options if flag.startswith(normalised)] if len(normalised) > 2 else []
+    closest = prefixed[0] if prefixed else nearest(normalised, options)
+    advice = f"did you mean --{closest}?" if closest else "'headrace serve --help' lists the options"
     return f"there is no option --{name[:64]}: {advice}"
 
 

@@ -157,18 +157,18 @@ def _old_entries(values: OptionValues) -> Iterator[str]:
 
 
 def _levels(texts: list[str]) -> tuple[str, ...]:
-    named = [level.upper() for level in texts]
-    for level in named:
+    levels = [level.upper() for level in texts]
+    for level in levels:
         if level not in _LEVELS:
             raise InvalidArgument(f"--trace-config level must be {', '.join(_LEVELS)}, not {level!r}")
-    return tuple(level for level in _LEVELS[1:] if level in named) or _LEVELS[:1]
+    return tuple(level for level in _LEVELS[1:] if level in levels) or _LEVELS[:1]
 
 
-def _count(setting: str, text: str, least: int) -> int:
+def _count(setting: str, text: str, minimum: int) -> int:
     digits = text.removeprefix("-")
     number = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None
-    if number is None or number < least:
-        raise InvalidArgument(f"--trace-config {setting} must be a whole number from {least}, not {text!r}")
+    if number is None or number < minimum:
+        raise InvalidArgument(f"--trace-config {setting} must be a whole number from {minimum}, not {text!r}")
     return number
 
 
@@ -227,7 +227,7 @@ def _grpc_tls(values: OptionValues) -> TlsFiles | None:
     mutual = values.bool("grpc-use-ssl-mutual")
     if not (mutual or values.bool("grpc-use-ssl")):
         return None
-    certificate, key, root = (values.str(f"grpc-{what}") for what in ("server-cert", "server-key", "root-cert"))
+    certificate, key, root = (values.str(f"grpc-{option}") for option in ("server-cert", "server-key", "root-cert"))
     if not (certificate and key):
         raise InvalidArgument("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
     if mutual and not root:
@@ -298,16 +298,19 @@ def transfer_key(path: str, environment: Mapping[str, str] | None = None) -> byt
 def node_settings(values: OptionValues, environment: Mapping[str, str] | None = None) -> NodeSettings:
     """Return the machines that compute a model together, by the options or the environment. Raise InvalidArgument."""
     environment = os.environ if environment is None else environment
-    found = None if values.has("nnodes") else node_environment(environment)
-    count = found.count if found is not None else values.int("nnodes") if values.has("nnodes") else 1
+    detected = None if values.has("nnodes") else node_environment(environment)
+    count = detected.count if detected is not None else values.int("nnodes") if values.has("nnodes") else 1
     if count == 1:
         for name in ("node-rank", "master-addr", "master-port"):
             if values.has(name) and values.get(name):
                 raise InvalidArgument(f"--{name} is for a model on several machines: add --nnodes")
         return NodeSettings()
-    rank = values.int("node-rank") if values.has("node-rank") else found.rank if found is not None else None
+    rank = values.int("node-rank") if values.has("node-rank") else detected.rank if detected is not None else None
     host, port = _master(values.str("master-addr"), values.int("master-port") if values.has("master-port") else None)
-    host, port = host or (found.host if found else ""), port or (found.port if found else None) or DEFAULT_PORT
+    host, port = (
+        host or (detected.host if detected else ""),
+        port or (detected.port if detected else None) or DEFAULT_PORT,
+    )
     if rank is None or not host:
         raise InvalidArgument(
             f"--nnodes is {count}: say which machine this is by --node-rank (0 serves), and where machine 0 is by "
@@ -327,11 +330,15 @@ def node_settings(values: OptionValues, environment: Mapping[str, str] | None = 
             raise InvalidArgument(
                 f"{count} machines compute a model together, so they must share a key: give each the same "
                 f"--handing-key-file, or {KEY_VARIABLE}"
-                + (f"; or --nnodes 1, to serve alone although {found.source} has started several" if found else "")
+                + (
+                    f"; or --nnodes 1, to serve alone although {detected.source} has started several"
+                    if detected
+                    else ""
+                )
             )
         key = machine_key(user_folder())
-    if found is not None:
-        log.info("Node %d of %d, as %s has set; --nnodes 1 is for a server on its own.", rank, count, found.source)
+    if detected is not None:
+        log.info("Node %d of %d, as %s has set; --nnodes 1 is for a server on its own.", rank, count, detected.source)
     return NodeSettings(count, rank, host, port, key, values.float("node-join-seconds"))
 
 
@@ -449,10 +456,10 @@ def _openai(values: OptionValues, address: Address | None) -> OpenAiSettings:
     )
 
 
-def _openai_state_folder(given: str) -> Path | None:
+def _openai_state_folder(folder: str) -> Path | None:
     """Return the state directory of OpenAI's protocol; None if none is given and the user has no home."""
     try:
-        return Path(given).expanduser() if given else state_folder(os.environ) / "openai"
+        return Path(folder).expanduser() if folder else state_folder(os.environ) / "openai"
     except RuntimeError:
         return None
 
@@ -479,9 +486,9 @@ def _metrics(values: OptionValues) -> MetricsSettings | None:
 
 
 def _limits(values: OptionValues) -> Limits:
-    both = values.int("max-body-bytes")
-    http = values.int("http-max-input-size") if values.has("http-max-input-size") else both
-    return Limits(body_bytes=http, message_bytes=both)
+    max_body_bytes = values.int("max-body-bytes")
+    http = values.int("http-max-input-size") if values.has("http-max-input-size") else max_body_bytes
+    return Limits(body_bytes=http, message_bytes=max_body_bytes)
 
 
 def _v1(values: OptionValues) -> V1Settings:

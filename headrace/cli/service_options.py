@@ -120,10 +120,10 @@ def refuse(text: str) -> typer.Exit:
     return typer.Exit(BAD_USE)
 
 
-def pairs(given: list[str] | None, flag: str) -> dict[str, str]:
+def pairs(texts: list[str] | None, flag: str) -> dict[str, str]:
     """Parse repeated NAME=VALUE options."""
     result: dict[str, str] = {}
-    for text in given or []:
+    for text in texts or []:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise refuse(f"{flag} {text[:64]!a}: write {flag} NAME=VALUE")
@@ -131,6 +131,6 @@ def pairs(given: list[str] | None, flag: str) -> dict[str, str]:
     return result
 
 
-def non_empty(named: Mapping[str, str]) -> dict[str, str]:
+def non_empty(options: Mapping[str, str]) -> dict[str, str]:
     """Return the options that are not empty."""
-    return {name: value for name, value in named.items() if value}
+    return {name: value for name, value in options.items() if value}

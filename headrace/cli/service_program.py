@@ -69,10 +69,10 @@ def parse_args(args: Sequence[str]) -> dict[str, Any] | None:
     for name in _FLAGS:
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     try:
-        parsed, others = parser.parse_known_args(list(args))
+        parsed, unknown = parser.parse_known_args(list(args))
     except (argparse.ArgumentError, SystemExit):
         return None
-    if others:
+    if unknown:
         return None
     fields = vars(parsed)
     del fields["action"]

@@ -133,9 +133,9 @@ def request(
             prepared = _prepared(document, kind, architectures_, _sampling(kind, sampling), yes, force)
         if stream:
             prepared["stream"] = True
-    shown = f"sending to job_id={entry.job_id} arch={entry.network_arch} url={entry.host_url}"
+    message = f"sending to job_id={entry.job_id} arch={entry.network_arch} url={entry.host_url}"
     # Other tools write the registry too: its values may contain escape sequences.
-    typer.echo(one_line(shown), err=True)
+    typer.echo(one_line(message), err=True)
 
     async def work(launcher: Launcher) -> ChatAnswer:
         from headrace.platforms.launcher import WaitPolicy
@@ -199,13 +199,13 @@ def _target(services: list[Service], job_id: str, arch: str) -> Entry:
     return target.entry
 
 
-def _sampling(kind: Architecture, given: Mapping[str, str]) -> dict[str, Any]:
+def _sampling(kind: Architecture, parameters: Mapping[str, str]) -> dict[str, Any]:
     """Convert parameters to the types of the architecture's fields; others are JSON, else strings."""
     from headrace.platforms.chat_requests import parse_value
 
     fields = {field.name: field for field in kind.fields}
     result: dict[str, Any] = {}
-    for name, text in given.items():
+    for name, text in parameters.items():
         if name in fields:
             result[name] = parse_value(fields[name], text)
             continue
@@ -219,7 +219,7 @@ def _sampling(kind: Architecture, given: Mapping[str, str]) -> dict[str, Any]:
 def _prepared(
     document: Mapping[str, Any],
     kind: Architecture,
-    known: Mapping[str, Architecture],
+    catalogue: Mapping[str, Architecture],
     sampling: Mapping[str, Any],
     yes: bool,
     force: bool,
@@ -229,7 +229,7 @@ def _prepared(
 
     check_no_secret(document, os.environ)
     body = {**document, **sampling}
-    doubts = mismatches(body, kind, known)
+    doubts = mismatches(body, kind, catalogue)
     if doubts and not force:
         if not is_interactive():
             raise refuse(f"{'; '.join(doubts)}. Choose another service, or add --force to send it anyway")

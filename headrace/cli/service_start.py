@@ -185,11 +185,11 @@ def start(
     _show(entry, not no_wait, time.monotonic() - started_at, as_json)
 
 
-def _options(known: Mapping[str, Architecture], arch: str, given: Mapping[str, str]) -> dict[str, Any]:
+def _options(catalogue: Mapping[str, Architecture], arch: str, texts: Mapping[str, str]) -> dict[str, Any]:
     """Convert options to the types of the architecture; unknown options are rejected later."""
-    options = known[arch].options if arch in known else {}
+    options = catalogue[arch].options if arch in catalogue else {}
     result: dict[str, Any] = {}
-    for name, text in given.items():
+    for name, text in texts.items():
         kind = options[name].type if name in options else "str"
         try:
             result[name] = _READERS[kind](text)

@@ -96,13 +96,13 @@ def show_preflight(preflight: Preflight, as_json: bool) -> None:
     console.print(table(("NAME", ""), preflight.variables))
 
 
-def choose(question: str, candidates: Sequence[Entry], shown: Sequence[str]) -> Entry:
+def choose(question: str, candidates: Sequence[Entry], labels: Sequence[str]) -> Entry:
     """Prompt for one of the candidates, by number."""
     from headrace.core.telemetry.logs import one_line
 
     typer.echo(question, err=True)
     for number, entry in enumerate(candidates, 1):
-        description = "  ".join(str(getattr(entry, name)) for name in shown)
+        description = "  ".join(str(getattr(entry, name)) for name in labels)
         typer.echo(f"  {number}) {one_line(description)}", err=True)
     while True:
         text = typer.prompt("number", err=True).strip()

@@ -300,10 +300,10 @@ class Poller:
             raise Unimplemented(
                 f"{self.url} has no /metrics: use the metrics port, or start the server without --allow-metrics=false"
             ) from None
-        at = time.monotonic()
+        now = time.monotonic()
         if not any(name.startswith("nv_") for name in metrics):
             raise Unavailable(f"{self.url}/metrics has no metrics of a model server: is it a Headrace server?")
-        return Snapshot(at, metrics, self._index())
+        return Snapshot(now, metrics, self._index())
 
     def view(self, before: Snapshot, after: Snapshot) -> View:
         """Return what happened between two snapshots."""
@@ -387,20 +387,20 @@ def render(view: View, width: int) -> Group:
     return Group(*lines)  # type: ignore[arg-type]
 
 
-def render_error(url: str, why: str) -> Group:
+def render_error(url: str, reason: str) -> Group:
     """Render an error while the server does not answer."""
-    return Group(line(url, "bold"), line(why, "red"), line("retrying; press Ctrl-C to quit", "dim"))
+    return Group(line(url, "bold"), line(reason, "red"), line("retrying; press Ctrl-C to quit", "dim"))
 
 
 def _models(view: View, width: int) -> Table:
     reasons = any(row.reason and row.state != "READY" for row in view.rows)
-    chosen = [index for index, least in enumerate(_MODELS.values()) if width >= least]
+    chosen = [index for index, min_width in enumerate(_MODELS.values()) if width >= min_width]
     names = list(_MODELS)
     rows = []
     for row in view.rows:
         cells = _model_row(row)
-        why = [row.reason if row.state != "READY" else ""] if reasons else []
-        rows.append([*(cells[index] for index in chosen), *why])
+        reason = [row.reason if row.state != "READY" else ""] if reasons else []
+        rows.append([*(cells[index] for index in chosen), *reason])
     columns = [*(names[index] for index in chosen), *(["WHY"] if reasons else [])]
     return table(columns, rows, right=("VER", *names[3:]))
 

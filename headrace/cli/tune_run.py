@@ -136,8 +136,8 @@ def _expected_config(draft: Draft, change: Change) -> Any:
 
 def _parses_as(folder: Path, name: str, text: str, expected: Any) -> bool:
     """Return whether a text parses to the expected configuration."""
-    with tempfile.TemporaryDirectory() as place:
-        trial = Path(place) / folder.name
+    with tempfile.TemporaryDirectory() as folder_path:
+        trial = Path(folder_path) / folder.name
         trial.mkdir()
         (trial / name).write_bytes(text.encode())
         try:
@@ -224,9 +224,9 @@ _WIDTH = 40
 def trial_line(trial: Trial, share: float) -> str:
     """Return one trial as a line."""
     if trial.results is None:
-        return f"{trial.setting}: rejected: {trial.why}"
+        return f"{trial.setting}: rejected: {trial.reason}"
     numbers = f"{trial.throughput:.1f} requests/s, p{share:g} {milliseconds(trial.latency_ms)} ms"
-    return f"{trial.setting}; {trial.concurrency} client(s): {numbers}{'' if trial.ok else f' ({trial.why})'}"
+    return f"{trial.setting}; {trial.concurrency} client(s): {numbers}{'' if trial.ok else f' ({trial.reason})'}"
 
 
 def show_result(model: str, start: Setting, result: SearchResult, change: Change, share: float) -> None:
@@ -244,8 +244,8 @@ def show_result(model: str, start: Setting, result: SearchResult, change: Change
         console.print(line(note, "yellow" if winner is None else ""))
     if winner is None:
         return
-    at = f"p{share:g} {milliseconds(winner.latency_ms)} ms with {winner.concurrency} client(s)"
-    console.print(line(f"best: {winner.setting}: {result.throughput:.1f} requests/s, {at}", "bold green"))
+    result_text = f"p{share:g} {milliseconds(winner.latency_ms)} ms with {winner.concurrency} client(s)"
+    console.print(line(f"best: {winner.setting}: {result.throughput:.1f} requests/s, {result_text}", "bold green"))
     if result.start is None:
         console.print(line(f"the current setting ({start}) does not meet the target"))
     elif winner.setting != start:
@@ -283,7 +283,7 @@ def _row(trial: Trial, result: SearchResult) -> list[object]:
     setting = trial.setting
     delay = "-" if setting.delay_microseconds is None else setting.delay_microseconds
     won = result.winner is not None and result.winner.setting == setting
-    remark = Text(trial.why, "red") if trial.why else Text("*" if won else "", "green")
+    remark = Text(trial.reason, "red") if trial.reason else Text("*" if won else "", "green")
     numbers: list[object] = ["-", "-", "-", "-"]
     if trial.results is not None:
         view = trial.results.server
@@ -298,11 +298,11 @@ def _bars(trials: Sequence[Trial]) -> list[str]:
     for trial in trials:
         if trial.ok:
             best[trial.setting] = max(best.get(trial.setting, 0.0), trial.throughput)
-    most = max(best.values(), default=0.0) or 1.0
+    highest = max(best.values(), default=0.0) or 1.0
     names = [str(setting) for setting in best]
     width = max(map(len, names), default=0)
     return [
-        f"{name:<{width}}  {value:>10.1f}  {bar(value / most, _WIDTH)}"
+        f"{name:<{width}}  {value:>10.1f}  {bar(value / highest, _WIDTH)}"
         for name, value in zip(names, best.values(), strict=True)
     ]
 
@@ -320,7 +320,7 @@ def _trial(trial: Trial) -> dict[str, Any]:
     return _setting(trial.setting) | {
         "concurrency": trial.concurrency,
         "ok": trial.ok,
-        "why": trial.why,
+        "why": trial.reason,
         "measured": measured,
     }
 

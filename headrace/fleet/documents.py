@@ -57,16 +57,16 @@ class FleetSettings:
     disable_istio_virtualhost: bool = False
     prometheus_address: str = "http://prometheus-operated.monitoring.svc.cluster.local:9090"
     upstream_selection: bool = False
-    """Select runtimes exactly as OME does, including its weaknesses."""
+    """Select runtimes exactly as OME does, including its known faults."""
     migrate_predictor: bool = True
     """Turn `spec.predictor` into engine, model and runtime."""
     node_pinning: Literal["required", "preferred", "none"] = "required"
     """Whether pods run only on nodes that have the model."""
     pre_stop_seconds: int = 5
-    """How long a pod keeps serving after its deletion, before SIGTERM: kube-proxy and routers forget it meanwhile."""
+    """How long a pod keeps serving after its deletion, before SIGTERM: meanwhile kube-proxy and routers remove it."""
     pod_security: Literal["restricted", "compatible", "unchanged"] = "compatible"
-    """Privileges that pods give up: as the Pod Security Standard `restricted` asks; the same, but images that are not ours
-    may run as root, which many do; or none."""
+    """Privileges that pods drop. `restricted`: as the Pod Security Standard of that name; `compatible`: the same, but images
+    other than Headrace's may run as root; `unchanged`: none."""
     isolate_services: bool = False
     """Whether services have NetworkPolicies."""
     client_namespaces: tuple[str, ...] = ()

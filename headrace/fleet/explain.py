@@ -69,14 +69,14 @@ class Explanation:
 
     def as_json(self) -> dict[str, Any]:
         """Return the explanation as JSON."""
-        chosen = self.selection
+        selection = self.selection
         return {
             "runtime": {
-                "name": name_of(chosen.runtime) if chosen is not None and chosen.runtime is not None else None,
-                "reason": chosen.reason if chosen is not None else "",
+                "name": name_of(selection.runtime) if selection is not None and selection.runtime is not None else None,
+                "reason": selection.reason if selection is not None else "",
                 "rejected": [
                     {"name": rejection.name, "reason": rejection.reason}
-                    for rejection in (chosen.rejected if chosen else ())
+                    for rejection in (selection.rejected if selection else ())
                 ],
             },
             "components": {name: {"mode": item.mode, "rule": item.rule} for name, item in self.components.items()},
@@ -104,11 +104,11 @@ def prepare(
     services = [_complete(source) for source in asked.sources if _is_service(source.document)]
     others = [source for source in (*around.sources, *asked.sources) if _is_other_kind(source.document)]
     others = list({kind_key(other.document): other for other in others}.values())
-    own = {kind_key(other.document) for other in others}
+    file_keys = {kind_key(other.document) for other in others}
     ours = [
         shipped_runtime
         for shipped_runtime in (shipped_runtimes() if shipped is None else shipped)
-        if kind_key(shipped_runtime) not in own
+        if kind_key(shipped_runtime) not in file_keys
     ]
     facts = cluster_facts([*(other.document for other in others), *ours], settings)
     facts = replace(facts, capabilities=facts.capabilities - frozenset(lacking))

@@ -55,7 +55,6 @@ CLUSTER_LOCAL = "cluster-local"
 VOLCANO_QUEUE_LABEL = "volcano.sh/queue-name"
 KUEUE_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 KUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
-ISTIO_INJECT_LABEL = "sidecar.istio.io/inject"
 BENCHMARK_LABEL = "benchmark"
 """Label of the Job of a BenchmarkJob and of its pod: the name of the BenchmarkJob."""
 
@@ -98,9 +97,6 @@ KNATIVE_MAX_SCALE = "autoscaling.knative.dev/max-scale"
 KNATIVE_ROLLOUT_DURATION = "serving.knative.dev/rollout-duration"
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 STORAGE_URI_INTERNAL = "internal.ome.io/storage-initializer-sourceuri"
-RDMA_AUTO_INJECT = "rdma.ome.io/auto-inject"
-RDMA_PROFILE = "rdma.ome.io/profile"
-RDMA_CONTAINER = "rdma.ome.io/container-name"
 
 # Annotations of a model, and those we put on pods.
 MODEL_CATEGORY = "models.ome.io/category"
@@ -110,14 +106,12 @@ BASE_MODEL_FORMAT = "ome.io/base-model-format"
 BASE_MODEL_FORMAT_VERSION = "ome.io/base-model-format-version"
 BASE_MODEL_DECRYPTION_KEY = "ome.io/base-model-decryption-key-name"
 BASE_MODEL_DECRYPTION_SECRET = "ome.io/base-model-decryption-secret-name"  # noqa: S105  the name of an annotation
-DISABLE_MODEL_DECRYPTION = "ome.io/disable-model-decryption"
 SERVING_RUNTIME = "ome.io/serving-runtime"
 FT_STRATEGY = "ome.io/fine-tuned-weight-ft-strategy"
 MERGED_WEIGHTS = "ome.io/fine-tuned-serving-with-merged-weights"
 
 MODEL_LABEL_DOMAIN = "models.ome.io"
 LONGEST_LABEL = 63
-LONGEST_NAME = 253
 _LABEL_ROOM = 49
 """OME's limit for the name of a model's label, including `clusterbasemodel.`."""
 _KEY_ROOM = 253
@@ -178,9 +172,9 @@ def _model_key(name: str, namespace: str, length: int) -> str:
     return f"{namespace}.basemodel.{name}"
 
 
-def _hashed(name: str, most: int) -> str:
-    if len(name) <= most:
+def _hashed(name: str, max_length: int) -> str:
+    if len(name) <= max_length:
         return name
     digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:_HASH]
-    rest = most - _HASH - 1
-    return f"{digest}-{name[-rest:]}" if rest > 0 else digest[:most]
+    rest = max_length - _HASH - 1
+    return f"{digest}-{name[-rest:]}" if rest > 0 else digest[:max_length]

@@ -123,7 +123,7 @@ class BatchJobs:
 
     async def _launch(self, job: Job, reason: str) -> Job:
         """Start the process; remove what is left of an earlier one first."""
-        by = self._locks.owner
+        owner = self._locks.owner
         try:
             await self.clean_up(job.id)
             row = await self._store.experiments.get(job.org, job.experiment_id)
@@ -136,9 +136,9 @@ class BatchJobs:
             expected = isinstance(error, HeadraceError)
             text = error.message if isinstance(error, HeadraceError) else "internal error; see the gateway's log"
             log.warning("Could not launch job %s.", job.id, exc_info=not expected)
-            return await self._change(job, Change("Error", f"could not be launched: {text}", by))
+            return await self._change(job, Change("Error", f"could not be launched: {text}", owner))
         fault_point("jobs.batch.launched")
-        change = Change("Running", reason, by, {"handle": dict(handle.data), "gateway": by})
+        change = Change("Running", reason, owner, {"handle": dict(handle.data), "gateway": owner})
         job = await self._change(job, change)
         if job.is_final:
             await self.clean_up(job.id)  # a user canceled it during the launch
@@ -179,10 +179,10 @@ class BatchJobs:
                     await self._adopt(job)
 
     async def _adopt(self, job: Job) -> None:
-        by = self._locks.owner
+        owner = self._locks.owner
         fault_point("jobs.batch.adopt")
         reason = "adopted: it runs, and the gateway that launched it is gone"
-        await self._change(job, Change("Running", reason, by, {"gateway": by}))
+        await self._change(job, Change("Running", reason, owner, {"gateway": owner}))
         log.info("Adopted job %s.", job.id)
 
     # Exit
@@ -207,16 +207,16 @@ class BatchJobs:
             return job
 
     async def _restart(self, job: Job, batch_exit: BatchExit) -> Job:
-        deaths, limit, by = int(job.details.get("deaths", 0)) + 1, self._settings.batch_restarts, self._locks.owner
+        deaths, limit, owner = int(job.details.get("deaths", 0)) + 1, self._settings.batch_restarts, self._locks.owner
         if deaths > limit:
             reason = f"{batch_exit.reason}, {deaths} times; results are kept: a new job with the same output continues"
-            job = await self._change(job, Change("Error", reason, by))
+            job = await self._change(job, Change("Error", reason, owner))
             await self.clean_up(job.id)
             return job
         reason = f"{batch_exit.reason}; restarted to continue ({deaths} of {limit})"
         log.warning("Job %s: %s", job.id, reason)
         # Counted before the start: if the batch kills the gateway every time, the restarts must still end.
-        job = await self._change(job, Change("Running", reason, by, {"deaths": deaths}))
+        job = await self._change(job, Change("Running", reason, owner, {"deaths": deaths}))
         return await self._launch(job, reason) if job.status == "Running" else job
 
     # Cancel
@@ -349,16 +349,16 @@ class BatchJobs:
             await self._store.jobs.save_log(job.id, text)
         return text
 
-    async def _log_errors(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _log_errors(self, action: str, work: Coroutine[Any, Any, None]) -> None:
         """Await `work` and log its errors; the next reconcile retries."""
         try:
             await work
         except Busy:
             pass  # another task or gateway handles this job
         except HeadraceError as error:
-            log.warning("%s: %s", what.capitalize(), error.message)
+            log.warning("%s: %s", action.capitalize(), error.message)
         except Exception:
-            log.exception("%s.", what.capitalize())
+            log.exception("%s.", action.capitalize())
 
 
 def is_waiting(job: Job) -> bool:

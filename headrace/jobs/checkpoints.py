@@ -103,10 +103,10 @@ def find_local(path: Path, choice: CheckpointChoice) -> str:
         names += [os.path.relpath(os.path.join(folder, file), path) for file in files]
         if len(names) > MAX_FILES:
             raise InvalidArgument(f"{path} has more than {MAX_FILES} files; name the checkpoint itself")
-    chosen = choose(names, choice)
-    if chosen is None:
+    checkpoint = choose(names, choice)
+    if checkpoint is None:
         raise NotFound(f"no checkpoint in {path}: none of its {len(names)} files is a known model")
-    return str(path / chosen) if chosen else str(path)
+    return str(path / checkpoint) if checkpoint else str(path)
 
 
 def find_stored(
@@ -119,10 +119,10 @@ def find_stored(
     root = f"{scheme}://{location.bucket}/{location.key}"
     if listing.is_file:
         return root
-    chosen = choose([entry.name for entry in listing.objects], choice)
-    if chosen is None:
+    checkpoint = choose([entry.name for entry in listing.objects], choice)
+    if checkpoint is None:
         raise NotFound(f"no checkpoint at {location}: none of its objects is a known model")
-    return f"{root.rstrip('/')}/{chosen}" if chosen else root
+    return f"{root.rstrip('/')}/{checkpoint}" if checkpoint else root
 
 
 def _pick(names: Sequence[str], choice: CheckpointChoice) -> str:

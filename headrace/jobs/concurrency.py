@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Job locks, background tasks and daemon threads.
+"""Job locks, background tasks and daemon threads of the gateway.
 
 `JobLocks` lets one task of one gateway at a time act on a job: a lock in this process, and a lease in the database.
 """

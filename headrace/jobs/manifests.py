@@ -99,8 +99,8 @@ def gateway_manifests(settings: GatewayManifestSettings) -> list[Document]:
     objects: list[Document] = []
     if settings.create_namespace:
         labels = program_labels(GATEWAY)
-        named = {"name": settings.namespace, "labels": labels}
-        objects.append({"apiVersion": "v1", "kind": "Namespace", "metadata": named})
+        metadata = {"name": settings.namespace, "labels": labels}
+        objects.append({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
     objects += [account(settings), *launcher_role(settings), service(settings)]
     if settings.database == "sqlite":
         return [*objects, stateful_set(settings)]
@@ -116,7 +116,7 @@ def account(settings: GatewayManifestSettings) -> Document:
 
 def launcher_role(settings: GatewayManifestSettings) -> list[Document]:
     """Return the Role in the services' namespace, and its binding to the gateway."""
-    named = {**_metadata(settings), "namespace": settings.target}
+    metadata = {**_metadata(settings), "namespace": settings.target}
     rules = [
         {"apiGroups": list(groups), "resources": list(resources), "verbs": list(verbs)}
         for groups, resources, verbs in LAUNCHER_RULES
@@ -124,11 +124,11 @@ def launcher_role(settings: GatewayManifestSettings) -> list[Document]:
     subject = {"kind": "ServiceAccount", "name": GATEWAY, "namespace": settings.namespace}
     reference = {"apiGroup": _RBAC, "kind": "Role", "name": GATEWAY}
     return [
-        {"apiVersion": f"{_RBAC}/v1", "kind": "Role", "metadata": named, "rules": rules},
+        {"apiVersion": f"{_RBAC}/v1", "kind": "Role", "metadata": metadata, "rules": rules},
         {
             "apiVersion": f"{_RBAC}/v1",
             "kind": "RoleBinding",
-            "metadata": named,
+            "metadata": metadata,
             "roleRef": reference,
             "subjects": [subject],
         },

@@ -38,7 +38,7 @@ async def reconcile(services: InferenceServices, batches: BatchJobs) -> None:
         await services.store.leases.delete_expired(services.clock.wall())
         strays = processes.keys() - {job.id for job in jobs}
         if services.shares_place:
-            # Processes without a record belong to other programs that use this platform.
+            # On a shared platform, processes without a record belong to other programs.
             strays &= {*await services.store.jobs.among(sorted(strays)), *batch_processes}
     except HeadraceError as error:
         log.warning("Could not reconcile jobs: %s", error.message)

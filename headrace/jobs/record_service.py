@@ -302,12 +302,12 @@ class RecordService:
         return job
 
     async def set_job_status(
-        self, job_id: str, status: str, reason: str, *, by: str, details: Mapping[str, Any] | None = None
+        self, job_id: str, status: str, reason: str, *, actor: str, details: Mapping[str, Any] | None = None
     ) -> Job:
         """Set the status of a job that is not a service, for runners. FailedPrecondition for an invalid transition."""
         if status not in TRANSITIONS:
             raise InvalidArgument(f"unknown job status {status!a}: use one of {', '.join(TRANSITIONS)}")
-        change = Change(status, reason, by, details or {})
+        change = Change(status, reason, actor, details or {})
 
         def decide(job: Job) -> Change | None:
             if job.is_service:

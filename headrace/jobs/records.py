@@ -113,7 +113,7 @@ class Job(NamedTuple):
     stopped_on: float | None
     """When a service was stopped for good; from then on its id is NotFound."""
     version: int
-    """Number of changes, so that two gateways do not overwrite each other's."""
+    """Version number, so that two gateways do not overwrite each other's changes."""
 
     @property
     def specs(self) -> dict[str, Any]:

@@ -124,17 +124,17 @@ class InferenceServices:
             return await self._launch(job, plan)
 
     async def _launch(self, job: Job, plan: LaunchPlan) -> Job:
-        by = self.locks.owner
+        owner = self.locks.owner
         try:
             key = self._vault.callback_key(job.id)
             handle = await self.driver.start(launch_spec(job, plan, self._settings, self.callback_url, key))
         except Exception as error:
             text = error.message if isinstance(error, HeadraceError) else "internal error; see the gateway's log"
             log.warning("Could not launch job %s.", job.id, exc_info=not isinstance(error, HeadraceError))
-            await self.change(job.id, Change("Error", f"could not be launched: {text}", by))
+            await self.change(job.id, Change("Error", f"could not be launched: {text}", owner))
             raise
         fault_point("jobs.service.launched")
-        launched = Change("Running", f"launched by {self.driver.name}", by, {"handle": dict(handle.data)})
+        launched = Change("Running", f"launched by {self.driver.name}", owner, {"handle": dict(handle.data)})
         # A stop request that arrived meanwhile waits for the lock, and stops the service then.
         return await self.store.jobs.change(
             job.id, lambda now: launched if now.status == "Pending" else None, self.clock.wall()
@@ -222,7 +222,7 @@ class InferenceServices:
             return await self._wait_for_other_gateway(job_id)
         return await self.finish_stop(job_id)
 
-    async def request_stop(self, job_id: str, final_state: FinalState, by: str) -> Job:
+    async def request_stop(self, job_id: str, final_state: FinalState, actor: str) -> Job:
         """Record that a service is to be stopped; any gateway of its place may do it."""
         now = self.clock.wall()
         self.drop_endpoint(job_id)
@@ -232,11 +232,13 @@ class InferenceServices:
                 raise _stopped_error(job_id)
             if job.is_final:
                 # It has ended with an error, which stays on record; from now on its id is NotFound.
-                return Change(job.status, job.reason, by, stopped_on=now) if final_state is STOPPED else None
+                return Change(job.status, job.reason, actor, stopped_on=now) if final_state is STOPPED else None
             if job.status == "Canceling" and final_state is not STOPPED:
                 return None
             end = {"status": final_state.status, "reason": final_state.reason, "details": dict(final_state.details)}
-            return None if job.details.get("end") == end else Change("Canceling", final_state.reason, by, {"end": end})
+            return (
+                None if job.details.get("end") == end else Change("Canceling", final_state.reason, actor, {"end": end})
+            )
 
         return await self.store.jobs.change(job_id, decide, now)
 
@@ -252,14 +254,14 @@ class InferenceServices:
             await self._save_log(job)
             await self.clean_up(job_id)
             now = self.clock.wall()
-            by = self.locks.owner
+            owner = self.locks.owner
 
             def decide(job: Job) -> Change | None:
                 if job.is_final:
                     return None
                 end = job.details.get("end") or {"status": "Done", "reason": STOPPED.reason, "details": {}}
                 stopped_on = now if end["status"] == "Done" else None
-                return Change(end["status"], end["reason"], by, end["details"], stopped_on)
+                return Change(end["status"], end["reason"], owner, end["details"], stopped_on)
 
             return await self.store.jobs.change(job_id, decide, now)
 

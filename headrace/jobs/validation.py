@@ -23,8 +23,8 @@ _ARCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
 _VERSION = re.compile(r"\d{1,9}\.\d{1,9}\.\d{1,9}", re.ASCII)
 
 
-def check_id(value: object, what: str) -> str:
-    """Return a UUID in its canonical form; `what` is "Job", "Experiment" or "Workspace"."""
+def check_id(value: object, noun: str) -> str:
+    """Return a UUID in its canonical form; `noun` is "Job", "Experiment" or "Workspace"."""
     if isinstance(value, str):
         try:
             canonical = str(uuid.UUID(value))
@@ -33,7 +33,7 @@ def check_id(value: object, what: str) -> str:
         # UUID() also accepts braces, urn: and bare digits; an id has one spelling.
         if canonical and canonical == value.lower():
             return canonical
-    raise InvalidArgument(f"{what} ID passed is not a valid UUID")
+    raise InvalidArgument(f"{noun} ID passed is not a valid UUID")
 
 
 def check_org(value: str) -> str:
@@ -43,16 +43,16 @@ def check_org(value: str) -> str:
     return value
 
 
-def check_text(value: object, what: str, most: int = MAX_TEXT) -> str:
+def check_text(value: object, name: str, max_length: int = MAX_TEXT) -> str:
     """Return a string that every database accepts; None becomes ""."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise InvalidArgument(f"{what} must be a string")
-    if len(value) > most:
-        raise InvalidArgument(f"{what} has more than {most} characters")
+        raise InvalidArgument(f"{name} must be a string")
+    if len(value) > max_length:
+        raise InvalidArgument(f"{name} has more than {max_length} characters")
     if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
-        raise InvalidArgument(f"{what} contains a NUL or a lone surrogate")
+        raise InvalidArgument(f"{name} contains a NUL or a lone surrogate")
     return value
 
 
@@ -70,16 +70,16 @@ def check_version(value: str) -> str:
     return value
 
 
-def check_json(value: object, what: str) -> str:
+def check_json(value: object, name: str) -> str:
     """Return an object as JSON text. JSON escapes lone surrogates and NULs."""
     if not isinstance(value, Mapping):
-        raise InvalidArgument(f"{what} must be an object")
+        raise InvalidArgument(f"{name} must be an object")
     try:
         text = json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
-        raise InvalidArgument(f"{what} is nested too deeply, or contains NaN or infinity") from None
+        raise InvalidArgument(f"{name} is nested too deeply, or contains NaN or infinity") from None
     if len(text) > MAX_JSON:
-        raise TooLarge(f"{what} has more than {MAX_JSON} characters as JSON")
+        raise TooLarge(f"{name} has more than {MAX_JSON} characters as JSON")
     return text
 
 

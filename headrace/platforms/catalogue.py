@@ -58,7 +58,7 @@ class Field:
     name: str
     type: FieldType
     default: int | float | str | None = None
-    """None if the model decides: then a request does not have the field."""
+    """None: the model has its own default, and requests omit the field."""
     least: float | None = None
     most: float | None = None
     meaning: str = ""
@@ -190,8 +190,8 @@ class _Source:
             return load_yaml(self.text.replace("\t", " ") if self.path.suffix == ".json" else self.text)
         except (yaml.YAMLError, ValueError) as error:
             line = yaml_error_line(error)
-            where = self.path if line is None else f"{self.path}, line {line}"
-            raise InvalidArgument(f"{where}: {yaml_error_reason(error, 'not valid YAML or JSON')}") from None
+            location = self.path if line is None else f"{self.path}, line {line}"
+            raise InvalidArgument(f"{location}: {yaml_error_reason(error, 'not valid YAML or JSON')}") from None
 
     def line(self, keys: tuple[str, ...]) -> int:
         """Return the line of the last of these keys that exists."""
@@ -218,8 +218,8 @@ class _Part:
 
     def wrong(self, key: str, text: str) -> InvalidArgument:
         keys = (*self.keys, key) if key else self.keys
-        where = f"{self.source.path}, line {self.source.line(keys)}"
-        return InvalidArgument(f"{where}: {'.'.join(keys) or 'the document'} {text}")
+        location = f"{self.source.path}, line {self.source.line(keys)}"
+        return InvalidArgument(f"{location}: {'.'.join(keys) or 'the document'} {text}")
 
     def value(self) -> dict[str, Any]:
         if self.given is None:
@@ -239,27 +239,27 @@ class _Part:
                 raise self.wrong(key[:64], f"is unknown here: use {', '.join(known)}")
         return value
 
-    def text(self, key: str, form: re.Pattern[str] | None = None, *, what: str = "a text") -> str:
+    def text(self, key: str, form: re.Pattern[str] | None = None, *, noun: str = "a text") -> str:
         value = self.value().get(key, "")
         if not isinstance(value, str) or (value and form is not None and not form.fullmatch(value)):
-            raise self.wrong(key, f"is not {what}")
+            raise self.wrong(key, f"is not {noun}")
         if any(ord(char) < 32 or ord(char) == 127 for char in value):
             raise self.wrong(key, "has a control character in it")
         return value
 
-    def one_of(self, key: str, known: tuple[str, ...], default: str) -> str:
+    def one_of(self, key: str, choices: tuple[str, ...], default: str) -> str:
         value = self.value().get(key, default)
-        if value not in known:
-            raise self.wrong(key, f"is none of {', '.join(known)}")
+        if value not in choices:
+            raise self.wrong(key, f"is none of {', '.join(choices)}")
         return cast("str", value)
 
-    def texts(self, key: str, form: re.Pattern[str] | None = None, *, what: str = "texts") -> tuple[str, ...]:
+    def texts(self, key: str, form: re.Pattern[str] | None = None, *, noun: str = "texts") -> tuple[str, ...]:
         value = self.value().get(key, [])
         if not isinstance(value, list) or not all(
             isinstance(text, str) and text and "\0" not in text and (form is None or form.fullmatch(text))
             for text in value
         ):
-            raise self.wrong(key, f"is not a list of {what}")
+            raise self.wrong(key, f"is not a list of {noun}")
         return tuple(value)
 
     def number(self, key: str) -> float | None:
@@ -270,18 +270,18 @@ class _Part:
 
 
 def _architecture(top: _Part) -> Architecture:
-    given = top.only("name", "image", "model_path", "command", "request", "media")
-    if not given.get("name"):
+    document = top.only("name", "image", "model_path", "command", "request", "media")
+    if not document.get("name"):
         raise top.wrong("name", "is missing: add the value of --arch")
-    name = top.text("name", _NAME, what="a name of lower-case letters, digits, '.', '_', '+' and '-'")
+    name = top.text("name", _NAME, noun="a name of lower-case letters, digits, '.', '_', '+' and '-'")
     image, path, command, request = (top.below(key) for key in ("image", "model_path", "command", "request"))
     image.only("key", "default")
     path.only("means", "forms", "keys")
     command.only("shape", "program", "port", "output_dir", "options")
     request.only("fields", "unsupported", "marks")
     default = image.text("default")
-    key = image.text("key", IMAGE_KEY, what="a key of capitals, digits and '_'")
-    forms = path.texts("forms", re.compile("hub|path|bare"), what="hub, path, bare")
+    key = image.text("key", IMAGE_KEY, noun="a key of capitals, digits and '_'")
+    forms = path.texts("forms", re.compile("hub|path|bare"), noun="hub, path, bare")
     fields, options = request.below("fields"), command.below("options")
     return Architecture(
         name,
@@ -306,34 +306,34 @@ def _architecture(top: _Part) -> Architecture:
 def _option(part: _Part, name: str) -> Option:
     part.only("flag", "type")
     kind = cast("OptionType", part.one_of("type", get_args(OptionType), "str"))
-    flag = part.text("flag", _FLAG, what="a flag such as --idle-timeout-minutes")
+    flag = part.text("flag", _FLAG, noun="a flag such as --idle-timeout-minutes")
     return Option(name, flag or "--" + name.replace("_", "-"), kind)
 
 
 def _field(part: _Part, name: str) -> Field:
-    given = part.only("type", "default", "least", "most", "meaning", "also")
+    document = part.only("type", "default", "least", "most", "meaning", "also")
     if not _FIELD.fullmatch(name):
         raise part.wrong("", "is not a valid field name")
     kind = cast("FieldType", part.one_of("type", get_args(FieldType), "str"))
-    default: Any = given.get("default")
+    default: Any = document.get("default")
     types: Mapping[str, type | UnionType] = {"int": int, "float": int | float, "str": str}
     fits = isinstance(default, types[kind]) and not isinstance(default, bool)
     if default is not None and not fits:
         raise part.wrong("default", f"is not of the type {kind}")
-    least, most = part.number("least"), part.number("most")
-    return Field(name, kind, default, least, most, part.text("meaning"), part.texts("also", _FIELD))
+    minimum, maximum = part.number("least"), part.number("most")
+    return Field(name, kind, default, minimum, maximum, part.text("meaning"), part.texts("also", _FIELD))
 
 
 def _media(part: _Part) -> MediaRules:
-    given = part.only("required", "images", "videos", "also")
-    required = given.get("required", False)
+    document = part.only("required", "images", "videos", "also")
+    required = document.get("required", False)
     if not isinstance(required, bool):
         raise part.wrong("required", "is neither true nor false")
     return MediaRules(
         required,
         _extensions(part.below("images")),
         _extensions(part.below("videos")),
-        frozenset(part.texts("also", _MIME, what="MIME types")),
+        frozenset(part.texts("also", _MIME, noun="MIME types")),
     )
 
 
@@ -341,7 +341,7 @@ def _extensions(part: _Part) -> dict[str, str]:
     for extension in part.value():
         if not _EXTENSION.fullmatch(extension):
             raise part.wrong(extension[:64], "is not an extension: write it without the dot, in lower case")
-        if not part.text(extension, _MIME, what="a MIME type such as image/png"):
+        if not part.text(extension, _MIME, noun="a MIME type such as image/png"):
             raise part.wrong(extension, "has no MIME type")
     return dict(part.value())
 
@@ -362,8 +362,8 @@ def find(catalogue: Mapping[str, Architecture], name: str) -> Architecture:
     """Return an architecture by name. Raises InvalidArgument with the known ones."""
     arch = catalogue.get(name.lower())
     if arch is None:
-        near = nearest(name, catalogue, 0.5)
-        meant = f"; did you mean {near}?" if near else ""
+        closest = nearest(name, catalogue, 0.5)
+        meant = f"; did you mean {closest}?" if closest else ""
         raise InvalidArgument(
             f"unknown architecture {name[:64]!a}: use one of {', '.join(catalogue)}, or add a folder with your own by "
             f"--architectures{meant}"

@@ -47,13 +47,13 @@ def prepare(
     remarks = _check_messages(body)
     request = {name: value for name, value in body.items() if name not in arch.unsupported}
     remarks += [f"{name} is left out: {arch.name} does not support it" for name in body if name in arch.unsupported]
-    given = sampling or {}
-    for name, value in given.items():
+    values = sampling or {}
+    for name, value in values.items():
         if name in arch.unsupported and value is not None:
             remarks.append(f"{name} is left out: {arch.name} does not support it")
         elif value is not None:
-            same = next((field.also for field in arch.fields if field.name == name), ())
-            request = {**{key: kept for key, kept in request.items() if key not in same}, name: value}
+            aliases = next((field.also for field in arch.fields if field.name == name), ())
+            request = {**{key: kept for key, kept in request.items() if key not in aliases}, name: value}
     for field in arch.fields:
         if not _has(request, field) and field.default is not None:
             request[field.name] = field.default
@@ -63,10 +63,10 @@ def prepare(
 
 def mismatches(body: Mapping[str, Any], arch: Architecture, catalogue: Mapping[str, Architecture]) -> list[str]:
     """Return why the request seems to be for another architecture; empty if it fits."""
-    own = arch.marks | {name for field in arch.fields for name in (field.name, *field.also)}
+    known_fields = arch.marks | {name for field in arch.fields for name in (field.name, *field.also)}
     reasons: list[str] = []
     for other in catalogue.values():
-        fields = sorted(name for name in body if name in other.marks - own)
+        fields = sorted(name for name in body if name in other.marks - known_fields)
         if other.name != arch.name and fields:
             reasons.append(f"{', '.join(fields)}: fields of {other.name}, and this service runs {arch.name}")
     if arch.media.required and not _has_media(body):
@@ -180,14 +180,14 @@ def _with_file(item: Any, arch: Architecture) -> Any:
     if kind is None:
         return item
     name = f"{kind}_url"
-    given = item.get(name)
-    place = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(place, str) or not place:
+    source = item.get(name)
+    url = source.get("url") if isinstance(source, dict) else source
+    if not isinstance(url, str) or not url:
         raise InvalidArgument(
             f'an item of the type {name} has no URL: write {{"type": "{name}", "{name}": {{"url": "..."}}}}'
         )
-    more = given if isinstance(given, dict) else {}
-    return {**item, name: {**more, "url": media_url(place, kind, arch)}}
+    more = source if isinstance(source, dict) else {}
+    return {**item, name: {**more, "url": media_url(url, kind, arch)}}
 
 
 def _items(message: Mapping[str, Any]) -> list[Any]:
@@ -210,22 +210,22 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://")
 _DATA = re.compile(r"data:([^;,]{0,100})(;[^,]{0,100})?,", re.IGNORECASE)
 
 
-def media_url(place: str, kind: Kind, arch: Architecture, max_bytes: int = MAX_FILE) -> str:
+def media_url(source: str, kind: Kind, arch: Architecture, max_bytes: int = MAX_FILE) -> str:
     """Return a URL unchanged, or a file as a data: URI.
 
     Raises InvalidArgument for media that the architecture does not support, NotFound and TooLarge for files.
     """
-    if place[:5].lower() == "data:":
-        return _checked_data(place, kind, arch, max_bytes)
-    scheme = _SCHEME.match(place)
+    if source[:5].lower() == "data:":
+        return _checked_data(source, kind, arch, max_bytes)
+    scheme = _SCHEME.match(source)
     if scheme is None:
-        return _file_url(place, kind, arch, max_bytes)
+        return _file_url(source, kind, arch, max_bytes)
     name = scheme[1].lower()
     if name in ("http", "https"):
-        return place
+        return source
     if name == "file":
         try:
-            path = unquote(urlsplit(place).path)
+            path = unquote(urlsplit(source).path)
         except ValueError:
             raise InvalidArgument(
                 "a file:// URL cannot be read: write it like file:///path, or give the path"

@@ -25,7 +25,7 @@ FILE = "{file:%s}"
 """An argument of `LaunchSpec.argv` that the driver replaces by the path of a secret file: `FILE % "credentials"`."""
 
 Phase = Literal["starting", "running", "ended", "gone"]
-"""`ended`: it ran and does not run any more; its log can still be read. `gone`: the platform does not know it."""
+"""`ended`: it no longer runs; its log can still be read. `gone`: the platform does not know it."""
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -70,9 +70,9 @@ class LaunchSpec:
     target: str = ""
     """For `process`: the function that is the program, "module:function"."""
     argv: tuple[str, ...] = ()
-    """Its arguments, with placeholders `PORT`, `SECRET` and `FILE`. Every user of the machine can read them."""
+    """Its arguments, with the placeholders `PORT`, `SECRET` and `FILE`. Every user of the machine can read them."""
     container: Container | None = None
-    """For every other platform."""
+    """The container; for all platforms except `process`."""
     host_port: int | None = None
     """The port of the service on the machine that publishes or forwards it; None: the driver chooses."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -84,7 +84,7 @@ class LaunchSpec:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     """JSON for the arguments `FILE % name`: files that only their owner can read, removed with the service."""
     gpus: int = 0
-    """On each node."""
+    """GPUs on each node."""
     nodes: int = 1
     """How many nodes run the command together; only Slurm has more than one."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Handle:
     job_id: str
     driver: str
     data: Mapping[str, Any] = field(default_factory=dict)
-    """For people and for the registry: pid, port, the platform's own id, node. A driver works without it where it can."""
+    """More data for users and the registry: pid, port, the platform's own id, node. A driver works without it if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +177,11 @@ def check_spec(spec: LaunchSpec) -> None:
             )
         if "\0" in value:
             raise InvalidArgument(f"the variable {name} has a zero byte in its value; no program can be given that")
-    both = spec.environment.keys() & spec.secret_environment.keys()
-    if both:
-        raise InvalidArgument(f"{', '.join(sorted(both))}: given as a plain and as a secret variable; give it once")
+    duplicates = spec.environment.keys() & spec.secret_environment.keys()
+    if duplicates:
+        raise InvalidArgument(
+            f"{', '.join(sorted(duplicates))}: given as a plain and as a secret variable; give it once"
+        )
     if spec.container is not None:
         texts = [spec.container.image, spec.container.command]
         texts += [path for mount in spec.container.mounts for path in (mount.host, mount.inside)]

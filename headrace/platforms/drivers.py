@@ -123,17 +123,17 @@ def _settings_of(platform: str, options: DriverOptions) -> Any:
     return settings.from_environment(options.environ, **given)
 
 
-def parse_settings(settings: type[Any], given: Mapping[str, Any], platform: str) -> dict[str, Any]:
+def parse_settings(settings: type[Any], values: Mapping[str, Any], platform: str) -> dict[str, Any]:
     """Return settings with texts parsed to the types of a settings class."""
     kinds = typing.get_type_hints(settings)
-    known = [setting.name for setting in dataclasses.fields(settings)]
+    names = [setting.name for setting in dataclasses.fields(settings)]
     secret = {setting.name for setting in dataclasses.fields(settings) if not setting.repr}
     parsed: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         key = name.replace("-", "_")
-        if key not in known:
+        if key not in names:
             raise InvalidArgument(
-                f"the platform {platform} has no setting {name[:64]!a}: it has {', '.join(sorted(known))}"
+                f"the platform {platform} has no setting {name[:64]!a}: it has {', '.join(sorted(names))}"
             )
         if key in secret:
             raise InvalidArgument(f"{name} is secret: set the variable that the platform's own tools read it from")

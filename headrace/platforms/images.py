@@ -49,12 +49,12 @@ def choose_image(
     `image`: "headrace" for ours, a key of versions.yaml, or an image. Raises InvalidArgument, NotFound or FailedPrecondition
     with what to set.
     """
-    own = environ.get(OWN_VARIABLE, "")
-    if image == OWN or (not image and own):
-        return Image(_check_name(own or f"{OWN}:{__version__}", OWN_VARIABLE), True)
+    headrace_image = environ.get(OWN_VARIABLE, "")
+    if image == OWN or (not image and headrace_image):
+        return Image(_check_name(headrace_image or f"{OWN}:{__version__}", OWN_VARIABLE), True)
     resolved = _resolve(image, environ, versions_file, "the image") if image else ""
     name = resolved or resolve_image(arch, environ, versions_file)
-    return Image(name, name == own or _repository(name) == OWN)
+    return Image(name, name == headrace_image or _repository(name) == OWN)
 
 
 def resolve_image(arch: Architecture, environ: Mapping[str, str], versions_file: Path | None = None) -> str:
@@ -66,14 +66,14 @@ def resolve_image(arch: Architecture, environ: Mapping[str, str], versions_file:
     return _resolve(value, environ, versions_file, variable if environ.get(variable) else arch.source or arch.name)
 
 
-def find_versions(environ: Mapping[str, str], versions_file: Path | None = None, here: Path = Path()) -> Path:
+def find_versions(environ: Mapping[str, str], versions_file: Path | None = None, working_folder: Path = Path()) -> Path:
     """Return the versions.yaml in use: the given one, `TAO_VERSIONS_FILE`, this folder's, the skill bank's, ours."""
-    named = versions_file or (Path(environ[VERSIONS_VARIABLE]) if environ.get(VERSIONS_VARIABLE) else None)
-    if named is not None:
-        if not named.is_file():
-            raise NotFound(f"{named} is not a file: name the {VERSIONS} to use, or none")
-        return named
-    places = [here / VERSIONS]
+    configured = versions_file or (Path(environ[VERSIONS_VARIABLE]) if environ.get(VERSIONS_VARIABLE) else None)
+    if configured is not None:
+        if not configured.is_file():
+            raise NotFound(f"{configured} is not a file: name the {VERSIONS} to use, or none")
+        return configured
+    places = [working_folder / VERSIONS]
     if environ.get(BANK_VARIABLE):
         places.append(Path(environ[BANK_VARIABLE]) / VERSIONS)
     for place in places:
@@ -108,8 +108,8 @@ def _read_yaml(path: Path) -> Any:
         raise NotFound(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
         line = yaml_error_line(error)
-        where = path if line is None else f"{path}, line {line}"
-        raise InvalidArgument(f"{where}: {yaml_error_reason(error, 'not valid YAML')}") from None
+        location = path if line is None else f"{path}, line {line}"
+        raise InvalidArgument(f"{location}: {yaml_error_reason(error, 'not valid YAML')}") from None
 
 
 def _check_name(name: str, origin: str) -> str:

@@ -97,11 +97,11 @@ def plan_launch(
         raise InvalidArgument("the platform process runs no container: leave the image and the mounts out")
     bare = platform == PROCESS or request.settings.get("mode") == BARE
     image = None if bare else choose_image(arch, environ, request.image, versions_file)
-    own = image is None or image.own
-    _check_gpus(request.num_gpus, own)
-    _check_nodes(request.nodes, platform, own)
+    is_headrace_image = image is None or image.own
+    _check_gpus(request.num_gpus, is_headrace_image)
+    _check_nodes(request.nodes, platform, is_headrace_image)
     # Check all arguments here, before anything is registered.
-    payloads.program_args(payload, own_image=own)
+    payloads.program_args(payload, own_image=is_headrace_image)
     return LaunchPlan(payload, request.num_gpus, image, secret, request.mounts, request.settings, request.nodes)
 
 
@@ -118,9 +118,12 @@ def launch_spec(plan: LaunchPlan, host_port: int | None, state_dir: Path) -> Lau
     if plan.platform == PROCESS:
         return LaunchSpec(plan.job_id, TARGET, _process_args(payload, state_dir), **common)
     port = _container_port(plan)
-    own = plan.image is None or plan.image.own
+    is_headrace_image = plan.image is None or plan.image.own
     container = Container(
-        "" if plan.image is None else plan.image.name, payloads.inner_command(payload, port, own), port, plan.mounts
+        "" if plan.image is None else plan.image.name,
+        payloads.inner_command(payload, port, is_headrace_image),
+        port,
+        plan.mounts,
     )
     return LaunchSpec(plan.job_id, container=container, environment=payloads.environment(payload), **common)
 
@@ -136,15 +139,15 @@ def parse_mount(text: str) -> Mount:
     return Mount(str(path.absolute()), inside or str(path.absolute()))
 
 
-def _check_gpus(count: int, own: bool) -> None:
+def _check_gpus(count: int, is_headrace_image: bool) -> None:
     """Check the number of GPUs. Our image runs without a GPU; TAO's images do not."""
-    minimum = 0 if own else 1
+    minimum = 0 if is_headrace_image else 1
     if not minimum <= count <= MAX_GPUS:
-        hint = "" if own else "; with --image headrace 0 are enough"
+        hint = "" if is_headrace_image else "; with --image headrace 0 are enough"
         raise InvalidArgument(f"a service gets {minimum} to {MAX_GPUS} GPUs, not {count}{hint}")
 
 
-def _check_nodes(count: int, platform: str, own: bool) -> None:
+def _check_nodes(count: int, platform: str, is_headrace_image: bool) -> None:
     if not 1 <= count <= MAX_NODES:
         raise InvalidArgument(f"a service runs on 1 to {MAX_NODES} nodes, not {count}")
     if count == 1:
@@ -153,7 +156,7 @@ def _check_nodes(count: int, platform: str, own: bool) -> None:
         raise InvalidArgument(
             f"the platform {platform} starts a service on one node: leave --nodes out, or use an InferenceService or slurm"
         )
-    if not own:
+    if not is_headrace_image:
         raise InvalidArgument("TAO's images run on one node: add --image headrace, or --setting mode=bare")
 
 

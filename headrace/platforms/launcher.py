@@ -6,7 +6,7 @@
     async with Launcher() as launcher:
         entry = await launcher.start(StartRequest("tao-dataservices", "hf_model://org/name"))
 
-A service is registered before it is launched, and a start that fails is rolled back: whatever is killed at any moment, the
+A service is registered before it is launched, and a start that fails is rolled back: after a kill at any moment, the
 registry shows what may be left. Drivers know the platforms.
 """
 
@@ -410,7 +410,7 @@ class StartFailed(FailedPrecondition):
 
 
 class AlreadyStarted(Exception):
-    """The platform has a service of this name already, which a rollback must not stop."""
+    """The platform already has a service of this name, which a rollback must not stop."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -419,14 +419,14 @@ class AlreadyStarted(Exception):
 
 @runtime_checkable
 class Describing(Protocol):
-    """A driver that knows more of a service once it has an address: its node, its tunnel."""
+    """A driver that can add data to a handle once the service has an address: its node, its tunnel."""
 
     async def describe(self, handle: Handle) -> Handle:
-        """Return the handle with what is known by now."""
+        """Return the handle with the data known so far."""
 
 
 async def describe(driver: Driver, handle: Handle) -> Handle:
-    """Return the handle with what the driver knows of it by now."""
+    """Return the handle with the data that the driver can add so far."""
     return await driver.describe(handle) if isinstance(driver, Describing) else handle
 
 

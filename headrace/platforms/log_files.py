@@ -39,10 +39,10 @@ def truncate_log(path: Path, max_bytes: int) -> None:
         return
     with path.open("r+b") as file:
         file.seek(-max_bytes, os.SEEK_END)
-        kept = file.read(max_bytes)
+        tail = file.read(max_bytes)
         file.truncate(0)
     with path.open("ab") as file:
-        file.write(kept[kept.find(b"\n") + 1 :])
+        file.write(tail[tail.find(b"\n") + 1 :])
 
 
 async def follow_log(
@@ -74,7 +74,7 @@ def new_lines(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """Return the lines of `now` that follow the lines of `before`: the longest suffix of `before` that `now` starts with."""
     if not before:
         return list(now)
-    for known in range(min(len(before), len(now)), 0, -1):
-        if before[-known:] == now[:known]:
-            return list(now[known:])
+    for overlap in range(min(len(before), len(now)), 0, -1):
+        if before[-overlap:] == now[:overlap]:
+            return list(now[overlap:])
     return [SKIPPED, *now] if now else []

@@ -70,17 +70,17 @@ class PortAllocator:
         self._host = host
         self._first, self._last = first, last
 
-    def claim(self, owner: str, is_known: Callable[[str], bool], wanted: int | None = None) -> int:
-        """Return the next free port, or `wanted`, for this owner. Claims of owners that are not `is_known` are dropped."""
+    def claim(self, owner: str, is_known: Callable[[str], bool], requested: int | None = None) -> int:
+        """Claim the next free port, or the one that is `requested`. Claims of owners that are not `is_known` are dropped."""
         with self._locked() as lock:
             taken = self._claims(is_known)
-            if wanted is not None:
-                if wanted in taken or not is_port_free(self._host, wanted):
+            if requested is not None:
+                if requested in taken or not is_port_free(self._host, requested):
                     raise ResourceExhausted(
-                        f"port {wanted} of {self._host} is in use: start the service on another one"
+                        f"port {requested} of {self._host} is in use: start the service on another one"
                     )
-                (self._folder / str(wanted)).write_text(owner)
-                return wanted
+                (self._folder / str(requested)).write_text(owner)
+                return requested
             count = self._last - self._first + 1
             last = os.pread(lock, 16, 0)
             first = zlib.crc32(os.fsencode(self._folder.absolute()))

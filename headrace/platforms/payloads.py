@@ -314,19 +314,19 @@ def from_environment(environ: Mapping[str, str], model_path: str = "") -> tuple[
     Empty ones count as not set. `HF_TOKEN` is left out for a model that is not from the Hub. Raises InvalidArgument with the
     name of a variable, never its value.
     """
-    given = {
+    variables = {
         name: value
         for name, value in environ.items()
         if value and name in ALLOWED - PER_JOB and not (name == "HF_TOKEN" and model_path.startswith("/"))
     }
-    return split_secrets(given)
+    return split_secrets(variables)
 
 
-def split_secrets(given: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return plain and secret variables. Raises InvalidArgument for variables that may not be set."""
     plain: dict[str, str] = {}
     secret: dict[str, str] = {}
-    for name, value in sorted(given.items()):
+    for name, value in sorted(variables.items()):
         check_variable(name, value)
         (secret if is_secret(name, value) else plain)[name] = value
     return plain, secret

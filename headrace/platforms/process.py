@@ -89,7 +89,7 @@ class ProcessDriver:
         self._environ = os.environ if environ is None else environ
         self._devices = devices
         self._children: dict[str, Process] = {}
-        """Processes that this very process started, and has to reap."""
+        """Child processes, which this process has to reap."""
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="headrace-launch")
 
     # The contract
@@ -215,12 +215,12 @@ class ProcessDriver:
         args = (spec.job_id, str(folder / "secrets.json"), spec.target, *(values.get(arg, arg) for arg in spec.argv))
         environment = self._environment(spec, folder) | ({GPU_VARIABLE: ",".join(gpus)} if gpus else {})
 
-        def record(known: Mapping[str, Any]) -> None:
+        def record(identity: Mapping[str, Any]) -> None:
             content = {
                 "job_id": spec.job_id,
-                "pid": known["pid"],
-                "started": known["started"],
-                "boot": known["boot"],
+                "pid": identity["pid"],
+                "started": identity["started"],
+                "boot": identity["boot"],
                 "port": port,
                 "host": self._host,
                 "gpus": list(gpus),
@@ -256,7 +256,7 @@ class ProcessDriver:
             with contextlib.suppress(OSError):
                 truncate_log(folder / "log", self._log_bytes)
             return PlatformStatus("running", name, "Running")
-        code = process.exit_code(1.0)  # the kernel may need a moment more until it reports it
+        code = process.exit_code(1.0)  # the kernel may report the end a moment later
         return PlatformStatus("ended", name, "Succeeded" if code == 0 else "Failed", code, _exit_reason(code))
 
     def _endpoint(self, job_id: str) -> str | None:
@@ -301,14 +301,14 @@ class ProcessDriver:
             pause = min(pause * 1.5, 0.5)
 
     def _process(self, record: Mapping[str, Any]) -> Process:
-        """Return the process of a record; the child itself if this very process started it."""
+        """Return the process of a record; the child object if this process started it."""
         child = self._children.get(record["job_id"])
         if child is not None and child.pid == record["pid"]:
             return child
         return Process(record["pid"], record["started"], record["boot"])
 
     def _is_alive(self, process: Process, record: Mapping[str, Any]) -> bool:
-        """Whether the very process that was started runs: its arguments contain the job id."""
+        """Whether the process that was started still runs: its arguments contain the job id."""
         if not process.is_alive:
             return False
         args = command_line(process.pid)

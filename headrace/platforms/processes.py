@@ -64,7 +64,7 @@ class Stat:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs; a zombie does not."""
+        """Whether it runs; a zombie does not count."""
         return self.state not in _ZOMBIE
 
 
@@ -187,7 +187,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether this very process runs; a zombie does not."""
+        """Whether this process, and not another one with its pid, runs; a zombie does not count."""
         if self._child is not None and self._child.poll() is not None:
             return False
         if self._boot != boot_id():
@@ -269,7 +269,7 @@ class Process:
 
     @property
     def _is_unreaped(self) -> bool:
-        """Whether /proc still has it. It looks like a zombie when only its first thread has ended; others may hold ports."""
+        """Whether /proc still has it. If only its first thread has ended it looks like a zombie; others may hold ports."""
         stat = read_stat(self.pid)
         return self._boot == boot_id() and stat is not None and stat.started == self._started
 

@@ -4,7 +4,7 @@
 The launcher calls it in threads: the lock may have to be waited for. Every change is one step under the lock, so that
 services can be started at the same time. The file is in /tmp, where every user may put files and links: only a plain file
 of this user is used. A file that is not JSON is renamed and logged, since it may list lost services. The registry does not
-know whether a service really runs, and stores no secrets.
+know whether a service actually runs, and stores no secrets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOCAL_PLATFORMS = ("process", "local-docker", "slurm")
 _ANY_ADDRESS = "0.0.0.0"  # noqa: S104  # to check all interfaces; nothing listens there
 _MAX_BYTES = 16 * 1024 * 1024
 STARTING = "starting"
-"""The state of a service that is registered before it is launched, so that no other one takes its port."""
+"""State of a service that is registered but not launched yet, so that its port is reserved."""
 RUNNING = "running"
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
@@ -93,11 +93,11 @@ _NAMES = tuple(entry_field.name for entry_field in fields(Entry) if entry_field.
 _NUMBERS = ("host_port", "tunnel_pid")
 
 
-def parse_entry(job_id: str, given: Mapping[str, Any]) -> Entry:
+def parse_entry(job_id: str, document: Mapping[str, Any]) -> Entry:
     """Return an entry of the file. A known key with an invalid value is kept among the unknown keys."""
     known: dict[str, Any] = {}
     more: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in document.items():
         if name in _NUMBERS:
             number = _number(value)
             if number is not None:
@@ -223,9 +223,9 @@ def _check_id(job_id: str) -> None:
 
 def _entries(document: Mapping[str, Any]) -> dict[str, Entry]:
     return {
-        job_id: parse_entry(job_id, given)
-        for job_id, given in document.items()
-        if job_id != LATEST and isinstance(given, dict)
+        job_id: parse_entry(job_id, document_entry)
+        for job_id, document_entry in document.items()
+        if job_id != LATEST and isinstance(document_entry, dict)
     }
 
 
@@ -250,7 +250,7 @@ def _free_port(entries: Mapping[str, Entry], entry: Entry, free: Callable[[int],
         other.host_port
         for other in entries.values()
         if (other.platform == entry.platform and other.instance_id == entry.instance_id)
-        # Assigned on another platform of this machine, and perhaps not bound yet.
+        # A port that another platform of this machine has assigned may not be bound yet.
         or (other.state == STARTING and is_local and other.platform in _LOCAL_PLATFORMS)
     }
     for port in range(FIRST_PORT, LAST_PORT + 1):

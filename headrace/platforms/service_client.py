@@ -109,7 +109,7 @@ def _parse(response: HttpResponse) -> Response:
 
 
 def parse_readiness(response: Response | None) -> tuple[Readiness, str]:
-    """Return what an answer means, and a message. No answer: not up yet."""
+    """Return the state that an answer indicates, and a message. None: the service does not answer yet."""
     if response is None:
         return "waiting", "waiting for the service to answer"
     if response.status == 200:
@@ -152,14 +152,14 @@ async def wait_ready(
             if poll is not None and (now - polled >= _STATUS_SECONDS or wait == policy.first_seconds):
                 polled = now
                 _check_running(await poll(), name)
-            left = began + policy.total_seconds - now
-            if left <= 0:
+            seconds_left = began + policy.total_seconds - now
+            if seconds_left <= 0:
                 raise DeadlineExceeded(
                     f"{name} is not ready after {policy.total_seconds:g} s ({message}); it keeps running: "
                     "check its log, or wait longer"
                 )
             reporter.update(done=now - began, message=message)
-            await pause(min(wait, left))
+            await pause(min(wait, seconds_left))
             wait = min(wait * 1.5, policy.longest_seconds)
 
 
@@ -249,27 +249,27 @@ async def send_chat(
 def response_error(response: Response, name: str) -> HeadraceError:
     """Return the error for a response that is not a completion."""
     kind, message = response.error_type, response.message
-    why = f": {message}" if message else ""
+    detail = f": {message}" if message else ""
     error: HeadraceError
     if kind in FATAL_ERRORS:
         error = ServiceBroken(
-            f"{name} cannot answer, {FATAL_ERRORS[kind]}{why}; its log says more, and it must be started again"
+            f"{name} cannot answer, {FATAL_ERRORS[kind]}{detail}; its log says more, and it must be started again"
         )
     elif response.status == 202 or kind in ("server_initializing", "model_loading", "model_not_ready"):
         state = {"server_initializing": "is still initialising", "model_loading": "is still loading its model"}
         seconds = _seconds(response.headers.get("retry-after", ""))
         error = NotReadyYet(
-            f"{name} {state.get(kind, 'is not ready yet')}{why}; try again later", retry_after_seconds=seconds
+            f"{name} {state.get(kind, 'is not ready yet')}{detail}; try again later", retry_after_seconds=seconds
         )
     elif response.status == 429:
         seconds = _seconds(response.headers.get("retry-after", ""))
-        error = ResourceExhausted(f"{name} is overloaded{why}; try again later", retry_after_seconds=seconds)
+        error = ResourceExhausted(f"{name} is overloaded{detail}; try again later", retry_after_seconds=seconds)
     elif response.status == 503:
-        error = NotReadyYet(f"{name} cannot answer now{why}; try again later")
+        error = NotReadyYet(f"{name} cannot answer now{detail}; try again later")
     elif 400 <= response.status < 500:
-        error = RequestRefused(f"{name} refuses the request (status {response.status}){why}")
+        error = RequestRefused(f"{name} refuses the request (status {response.status}){detail}")
     else:
-        error = ServiceFailed(f"{name} failed while it answered (status {response.status}){why}; its log says more")
+        error = ServiceFailed(f"{name} failed while it answered (status {response.status}){detail}; its log says more")
     error.status = response.status
     return error
 

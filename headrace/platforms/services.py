@@ -95,8 +95,8 @@ def _is_abandoned(entry: Entry, is_dead: Callable[[str], bool], now: datetime) -
 def handle_of(entry: Entry) -> Handle:
     """Return the handle of a registered service."""
     stored = entry.more.get("handle")
-    known = {name: getattr(entry, name) for name in _FIELDS if getattr(entry, name) not in ("", None)}
-    return Handle(entry.job_id, entry.platform, {**(stored if isinstance(stored, dict) else {}), **known})
+    data = {name: getattr(entry, name) for name in _FIELDS if getattr(entry, name) not in ("", None)}
+    return Handle(entry.job_id, entry.platform, {**(stored if isinstance(stored, dict) else {}), **data})
 
 
 def with_handle(entry: Entry, data: Mapping[str, Any]) -> Entry:
@@ -128,7 +128,7 @@ class Ambiguous:
     text: str
     candidates: tuple[Entry, ...]
     shown: tuple[str, ...]
-    """The fields of an entry that distinguish them."""
+    """Fields of each entry that distinguish the candidates."""
 
 
 @dataclass(frozen=True, slots=True)

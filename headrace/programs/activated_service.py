@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One service in the shared activator: its port, the proxies behind it, and the handover to its own front router.
+"""One service of the shared activator: its port, its proxies, and the handover to its front router.
 
 `programs.activator` makes one for each service that scales to zero, and closes it when the service is gone.
 """
@@ -33,7 +33,7 @@ from headrace.platforms.kubernetes_client.objects import Key, get_int, get_list,
 from headrace.programs.router import RouterAppSettings, build_router_site
 
 HANDOVER_SECONDS = 5.0
-"""From the readiness of a front router to the end of connections here: by then kube-proxy sends new ones to it."""
+"""Delay between the readiness of a front router and closing connections here: by then kube-proxy sends new ones there."""
 
 HostOf = Callable[[str, str], str]
 """Returns the host name of a Service, from its namespace and name."""
@@ -63,7 +63,7 @@ class ActivatedService:
         site = build_router_site(self.proxy, self._grpc, RouterAppSettings(settings, address))
         self.server = HttpServer(site, address, partial(NegotiatingProtocol, site))
         self._served_since: float | None = None
-        """Since when the front router serves."""
+        """When the front router became ready; None while it is not."""
         self._drained: set[Connection] = set()
 
     @property
@@ -79,7 +79,7 @@ class ActivatedService:
 
     @property
     def wakes(self) -> int:
-        """How often requests here have waited for replicas that started."""
+        """Number of activations: how often requests waited for replicas to start."""
         return self.proxy.activator.activations if self.proxy.activator is not None else 0
 
     async def start(self) -> None:
@@ -102,10 +102,10 @@ class ActivatedService:
             self._served_since = asyncio.get_running_loop().time()
 
     def hand_over(self) -> None:
-        """End connections after their requests, once the front router serves: their clients find it when they reconnect.
+        """Close connections after their requests, once the front router is ready: clients reach it when they reconnect.
 
-        Without that, a client that keeps its connection would stay here, and the front router would take the service for
-        idle. New connections are served until kube-proxy sends no more.
+        Otherwise a client with a persistent connection would stay here, and the front router would consider the service
+        idle. New connections are served as long as kube-proxy sends them.
         """
         now, connections = asyncio.get_running_loop().time(), self.server.site.connections
         self._drained.intersection_update(connections)
@@ -117,11 +117,11 @@ class ActivatedService:
                 connection.drain()
 
     def drain(self, grace_seconds: float) -> None:
-        """Refuse held requests in time for a stop within so many seconds."""
+        """Refuse held requests early enough for a stop within some seconds."""
         self.proxy.drain(grace_seconds)
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        """Stop: open requests may take so long."""
+        """Stop; open requests have a grace period."""
         await self.server.drain(grace_seconds)
         await self.release()
 
@@ -137,7 +137,7 @@ _NUMBERS = {"wait_seconds": "waitSeconds", "held_requests": "heldRequests", "hel
 def proxy_settings(namespace: str, activation: Mapping[str, Any], host_of: HostOf = cluster_host) -> RouterSettings:
     """Return the settings of a service's proxies. Raises InvalidArgument.
 
-    Nothing outside the namespace can be named: who may write the annotation may not be allowed anything there.
+    Only objects of the service's namespace can be named: the author of the annotation may have no permissions elsewhere.
     """
     backends = tuple(_backend(namespace, entry, host_of) for entry in get_list(activation, "backends"))
     targets = tuple(
@@ -147,9 +147,7 @@ def proxy_settings(namespace: str, activation: Mapping[str, Any], host_of: HostO
     if not targets or not all(target.name and target.kind and target.api_version for target in targets):
         raise InvalidArgument("it names no workloads to scale")
     seconds = get_int(activation, "timeoutSeconds")
-    numbers: dict[str, Any] = {
-        ours: number for ours, theirs in _NUMBERS.items() if (number := get_int(activation, theirs))
-    }
+    numbers: dict[str, Any] = {name: number for name, key in _NUMBERS.items() if (number := get_int(activation, key))}
     return RouterSettings(
         backends,
         policy="weighted",
@@ -158,7 +156,7 @@ def proxy_settings(namespace: str, activation: Mapping[str, Any], host_of: HostO
         timeouts=TimeoutSettings(response_seconds=seconds, idle_seconds=seconds) if seconds else TimeoutSettings(),
         activation=ActivationSettings(
             targets,
-            # The front router scales to zero: it alone sees all requests of a service that is not at zero.
+            # Only the front router scales to zero: it sees all requests of an active service.
             idle_seconds=inf,
             shared=True,
             **numbers,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared activator program: hold the requests of all services that are scaled to zero, and start their pods.
 
-It watches Deployments and LeaderWorkerSets, and nothing else: a front router's Deployment has an annotation that says
-which port, backends and workloads its service has (`fleet.planning.shared_activator`). Any number of replicas may run: each
-starts pods, and none stops any.
+It only watches Deployments and LeaderWorkerSets: an annotation of a front router's Deployment has the port, the backends and
+the workloads of its service (`fleet.planning.shared_activator`). Any number of replicas may run: they start pods and never
+stop any.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class WatchedWorkloads(KubernetesScaler):
 
     async def watch(self, target: ScaleTarget) -> AsyncIterator[ReplicaCounts]:
         """Yield the counts and every change."""
-        known: ReplicaCounts | None = None
+        last: ReplicaCounts | None = None
         changed = asyncio.Event()
         waiting = self._waiting.setdefault((target.kind, (target.namespace, target.name)), set())
         waiting.add(changed)
@@ -109,8 +109,8 @@ class WatchedWorkloads(KubernetesScaler):
             while True:
                 changed.clear()
                 counts = await self.replicas(target)
-                if counts != known:
-                    known = counts
+                if counts != last:
+                    last = counts
                     yield counts
                     continue
                 await changed.wait()
@@ -146,11 +146,11 @@ class ActivatedServices:
         self._closing: set[asyncio.Task[None]] = set()
         self._tried: set[Key] = set()
         self.ready = asyncio.Event()
-        """Set once every service has its port: before that, its requests would be refused."""
+        """Set once every service has its port; requests that arrive earlier are refused."""
 
     @property
     def settled(self) -> bool:
-        """Whether each service that the cluster has was given its port, or could not be."""
+        """Whether every service of the cluster has its port, or failed to get one."""
         fronts = [
             _key(workload) for workload in self.workloads.all("Deployment") if activation_of(workload) is not None
         ]
@@ -174,7 +174,7 @@ class ActivatedServices:
         )
         metrics.registry.callback(
             "headrace_activator_wakes_total",
-            "Times that requests have waited for replicas to start.",
+            "Number of activations: requests waited for replicas to start.",
             lambda: {service.key: service.wakes for service in self._services.values()},
             labels,
             kind="counter",
@@ -188,7 +188,7 @@ class ActivatedServices:
             group.create_task(self._hand_over())
 
     async def close(self, grace_seconds: float) -> None:
-        """Stop all services; open and held requests may take so long."""
+        """Stop all services; open and held requests have a grace period."""
         services = list(self._services.values())
         for service in services:
             service.drain(grace_seconds)
@@ -219,7 +219,7 @@ class ActivatedServices:
             self._queue.add(key)
 
     async def _reconcile(self, key: Key) -> bool:
-        """Make a service as its front router's Deployment says. Return whether that worked."""
+        """Create or update a service from its front router's Deployment. Return whether that succeeded."""
         front = self.workloads.get("Deployment", key)
         activation, service = activation_of(front), self._services.get(key)
         if service is not None and (activation is None or activation["port"] != service.port):
@@ -239,7 +239,7 @@ class ActivatedServices:
             log.warning("Cannot serve %s/%s on port %d: %s", *key, activation["port"], error.message)
             return False
         except Exception:
-            # A bug of ours: the other services go on.
+            # A bug in Headrace: it must not affect the other services.
             log.exception("Cannot serve %s/%s", *key)
             return False
         finally:
@@ -256,7 +256,7 @@ class ActivatedServices:
         self._services[service.key] = service
 
     def _close(self, service: ActivatedService) -> None:
-        """Close a service whose requests may still take a while."""
+        """Close a service in the background, after its open requests."""
         task = asyncio.create_task(service.close(self._settings.grace_seconds))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -292,7 +292,7 @@ async def activate(api: ApiClient, settings: ActivatorSettings, stop: asyncio.Ev
         return 0
     finally:
         stopped.cancel()
-        # The watches go on: held requests wait for replicas.
+        # The watches continue, because held requests wait for replicas.
         await services.close(settings.grace_seconds if stop.is_set() else 0.0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

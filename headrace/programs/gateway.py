@@ -128,7 +128,7 @@ async def _serve(settings: GatewaySettings, ports: ReservedPorts, state: Gateway
         # These objects live as long as the process: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
-        # Last: a new key must be shown.
+        # Printed last, so that a new key is not overlooked.
         admin_key = await access.users.ensure_admin()
         if on_ready is not None:
             on_ready(servers[0].address, admin_key)

@@ -55,7 +55,7 @@ class RouterAppSettings:
     config: str = ""
     """The configuration file, if any. Settings are read again when it changes, and on SIGHUP."""
     config_version: str = ""
-    """What the file calls its content; the status repeats it, so that its author knows when it is in use."""
+    """Version of the file's content. The status repeats it, so that the author knows when it is in use."""
     config_map: str = ""
     """Namespace and name of the ConfigMap that the file is mounted from. It is watched, since a mount is a minute late."""
 
@@ -143,7 +143,7 @@ def make_scaler(settings: RouterSettings) -> Scaler | None:
 
 
 def _find_tenant(settings: RouterSettings) -> FindTenant | None:
-    """Return what finds the tenant of a request by its API key; None if tenants have none."""
+    """Return the function that finds the tenant of a request by its API key; None if tenants have no keys."""
     if not settings.fairness.keys_file:
         return None
     from headrace.api.access.api_keys import KeyRing

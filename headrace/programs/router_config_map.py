@@ -32,15 +32,15 @@ class WatchedConfigMap:
         self._key = key
 
     async def contents(self) -> AsyncIterator[str]:
-        """Yield the content and every change of it. Failures are logged and retried: what is known stays."""
-        known, pause, failure = "", RETRY_SECONDS[0], ""
+        """Yield the content and every change of it. Failures are logged and retried."""
+        content, pause, failure = "", RETRY_SECONDS[0], ""
         while True:
             try:
                 async with aclosing(self._until_the_watch_ends()) as contents:
                     async for text in contents:
                         pause, failure = RETRY_SECONDS[0], ""
-                        if text and text != known:
-                            known = text
+                        if text and text != content:
+                            content = text
                             yield text
             except (ApiError, Unreachable, HeadraceError) as error:
                 if str(error) != failure:
@@ -58,8 +58,8 @@ class WatchedConfigMap:
     async def _until_the_watch_ends(self) -> AsyncGenerator[str]:
         # A Role for one name allows list and watch only with this selector.
         selector = f"metadata.name={self._name}"
-        found, version = await self._api.list(CONFIG_MAPS, "", self._namespace, selector)
-        for config_map in found:
+        items, version = await self._api.list(CONFIG_MAPS, "", self._namespace, selector)
+        for config_map in items:
             yield get_str(config_map, "data", self._key)
         watch = self._api.watch(CONFIG_MAPS, version, "", self._namespace, selector, seconds=_WATCH_SECONDS)
         async with aclosing(watch) as events:  # type: ignore[type-var]

@@ -55,8 +55,8 @@ class KubernetesScaler:
 
     async def watch(self, target: ScaleTarget) -> AsyncIterator[ReplicaCounts]:
         """Yield the current counts and every change, until the API server ends the watch."""
-        known, version = await self._list(target)
-        yield known
+        objects, version = await self._list(target)
+        yield objects
         changes = self._api.watch(
             _served(target), version, "", target.namespace, _name_selector(target), seconds=_WATCH_SECONDS
         )
@@ -97,8 +97,8 @@ def _name_selector(target: ScaleTarget) -> str:
 
 def parse_counts(workload: Document) -> ReplicaCounts:
     """Return the replica counts of a workload."""
-    wanted = get_int(workload, "spec", "replicas")
-    return ReplicaCounts(1 if wanted is None else wanted, get_int(workload, "status", "readyReplicas") or 0)
+    desired = get_int(workload, "spec", "replicas")
+    return ReplicaCounts(1 if desired is None else desired, get_int(workload, "status", "readyReplicas") or 0)
 
 
 @contextmanager
@@ -132,18 +132,18 @@ class LocalScaler:
     async def scale(self, target: ScaleTarget, replicas: int) -> None:
         """Set the desired replicas."""
         try:
-            why = "requests at its router" if replicas else "no requests at its router"
-            await self._fleet.scale(target.namespace, self._service, target.name, replicas, why)
+            reason = "requests at its router" if replicas else "no requests at its router"
+            await self._fleet.scale(target.namespace, self._service, target.name, replicas, reason)
         except HeadraceError as error:
             raise ScalerError(error.message) from None
 
     async def watch(self, target: ScaleTarget) -> AsyncIterator[ReplicaCounts]:
         """Long-poll the daemon, which answers when the counts change."""
-        known = _UNKNOWN
+        last = _UNKNOWN
         while True:
-            counts = await self._counts_after(target, known)
-            if counts != known:
-                known = counts
+            counts = await self._counts_after(target, last)
+            if counts != last:
+                last = counts
                 yield counts
 
     async def close(self) -> None:
@@ -164,8 +164,8 @@ class LocalScaler:
         except HeadraceError as error:
             log.info("Could not report a cold start: %s", error.message)
 
-    async def _counts_after(self, target: ScaleTarget, known: ReplicaCounts) -> ReplicaCounts:
-        known_counts = {"wanted": known.wanted, "ready": known.ready}
+    async def _counts_after(self, target: ScaleTarget, last: ReplicaCounts) -> ReplicaCounts:
+        known_counts = {"wanted": last.desired, "ready": last.ready}
         try:
             reply = await self._fleet.replicas(target.namespace, self._service, target.name, known_counts)
         except HeadraceError as error:

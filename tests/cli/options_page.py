@@ -55,7 +55,7 @@ def page() -> str:
         if option.deprecated
     ]
     parts.append(_IGNORED)
-    parts += [f"| `{ignored.flag}` | {ignored.why} |\n" for ignored in IGNORED]
+    parts += [f"| `{ignored.flag}` | {ignored.reason} |\n" for ignored in IGNORED]
     return "".join(parts)
 
 

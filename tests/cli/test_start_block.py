@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from terminals import CTRL_C, Terminal
 
-from headrace.cli.start_block import start_block
+from headrace.cli.serve import start_block
 from headrace.programs.serve.settings import StartReport
 
 URL = "http://127.0.0.1:8000"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headrace.cli.router_settings import read_router_file
+from headrace.cli.router_settings import router_settings
 from headrace.core.errors import InvalidArgument
 from headrace.core.yaml_loader import (
     MAX_DEPTH,
@@ -68,4 +68,4 @@ def test_a_router_refuses_one_in_its_configuration(name: str, tmp_path: Path) ->
     path = tmp_path / "router.yaml"
     path.write_text(BOMBS[name])
     with pytest.raises(InvalidArgument, match=r"router.yaml:\d+: more than "):
-        read_router_file(str(path))
+        router_settings({}, str(path))

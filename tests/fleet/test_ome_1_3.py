@@ -13,8 +13,7 @@ from plan_cases import RUNNER, facts, names, one, planned, runtime, service
 from headrace.fleet.admission.service_rules import service_problems
 from headrace.fleet.merging.components import choose_mode
 from headrace.fleet.planning import plan
-from headrace.fleet.schema.ome_only import OME_ONLY_FIELDS, OME_ONLY_KINDS
-from headrace.fleet.schema.validation import validate
+from headrace.fleet.schema.validation import OME_ONLY_FIELDS, OME_ONLY_KINDS, validate
 
 MODE = "ome.io/deploymentMode"
 CPU = {"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}}

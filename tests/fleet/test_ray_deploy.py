@@ -189,7 +189,7 @@ def test_a_service_that_is_not_gone_in_time_is_an_error(serve: FakeServe) -> Non
     serve.add("digits")
     serve.slow_to_delete = True
     done = ray("delete", "digits", "--timeout", "0")
-    assert done.returncode == 1 and "digits is not gone after 0 seconds" in done.stderr
+    assert done.returncode == 1 and "digits is not deleted after 0 seconds" in done.stderr
 
 
 def test_what_has_no_meaning_on_ray_is_refused_before_the_cluster_is_asked(
@@ -200,8 +200,10 @@ def test_what_has_no_meaning_on_ray_is_refused_before_the_cluster_is_asked(
     done = ray("deploy", path)
     assert done.returncode == 1
     canary, metric = done.stderr.splitlines()
-    assert canary.startswith(f"error: {path}:") and "spec.engine.canaryTrafficPercent: has no meaning on Ray" in canary
-    assert "spec.engine.scaleMetric: cpu has no meaning on Ray" in metric
+    assert (
+        canary.startswith(f"error: {path}:") and "spec.engine.canaryTrafficPercent: is not supported on Ray" in canary
+    )
+    assert "spec.engine.scaleMetric: cpu is not supported on Ray" in metric
 
 
 def test_a_missing_extra_is_named(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An InferenceService as settings for Ray Serve; what has no meaning on Ray is refused by name. No Ray is needed."""
+"""An InferenceService as settings for Ray Serve; what is not supported on Ray is refused by name. No Ray is needed."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_the_fitting_runtime_is_selected_and_the_others_state_the_reason() -> No
         "other-architecture": "architecture mismatch (model=LlamaForCausalLM, runtime=MistralForCausalLM)",
         "off": "the runtime is disabled",
         "by-name-only": "it fits, but none of its formats has autoSelect: true",
-        "too-large": "model size 8B is below the runtime's least, 30B",
+        "too-large": "model size 8B is below the runtime's minimum, 30B",
     }
 
 
@@ -228,7 +228,7 @@ def test_a_model_named_9b_is_not_given_a_runtime_for_30b() -> None:
     selection = select(service(), facts(nano, large, own))
     assert selection.runtime is None
     assert reasons(selection) == {
-        "nemotron-30b": "the model's name says 9B, below the runtime's least, 28B; if it is wrong, set modelParameterSize",
+        "nemotron-30b": "the model's name says 9B, below the runtime's minimum, 28B; if wrong, set modelParameterSize",
         "nemotron-9b": "it fits, but none of its formats has autoSelect: true",
     }
     assert chosen(select(service(), facts(nano, large, own, upstream=True))) == "nemotron-30b"
@@ -242,7 +242,7 @@ def test_a_model_named_9b_is_not_given_a_runtime_for_30b() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ({"modelParameterSize": "405B"}, "model size 405B is above the runtime's most, 15B"),
+        ({"modelParameterSize": "405B"}, "model size 405B is above the runtime's maximum, 15B"),
         ({"quantization": "fp8"}, "the model has the quantization fp8, and the runtime names none"),
         ({"modelArchitecture": "NemotronHForCausalLM"}, "architecture mismatch"),
     ],

@@ -157,14 +157,16 @@ def test_jobs_and_their_list(tmp_path: Path, database_url: str) -> None:
                 await service.register("org", "u", str(tmp_path / "nowhere"), "arch")
             work = await service.create_job("org", "u", experiment.id, JobSpec("inference", specs={"a": [1, None]}))
             assert work.status == "Pending" and work.specs == {"a": [1, None]}
-            running = await service.set_job_status(work.id, "Running", "begun", by="runner", details={"progress": 0.5})
+            running = await service.set_job_status(
+                work.id, "Running", "begun", actor="runner", details={"progress": 0.5}
+            )
             assert running.details["progress"] == 0.5
             with pytest.raises(FailedPrecondition):
                 await service.delete_job("org", work.id)
             assert (await service.cancel_job("org", "u", work.id)).status == "Canceling"
-            await service.set_job_status(work.id, "Canceled", "gave up", by="runner")
+            await service.set_job_status(work.id, "Canceled", "gave up", actor="runner")
             with pytest.raises(FailedPrecondition):
-                await service.set_job_status(work.id, "Running", "again", by="runner")
+                await service.set_job_status(work.id, "Running", "again", actor="runner")
             with pytest.raises(FailedPrecondition):
                 await service.cancel_job("org", "u", work.id)
             page = await service.list_jobs("org", experiment.id, size=1)
@@ -222,11 +224,11 @@ def test_a_list_is_the_same_until_something_of_it_changes_wherever_it_was_change
             work = await other.create_job("org", "u", job.experiment_id, JobSpec("inference"))
             second = await service.list_jobs("org")
             assert {job.id for job in second.jobs} == {job.id, work.id} and first.total == 1
-            await other.set_job_status(work.id, "Running", "begun", by="runner")
+            await other.set_job_status(work.id, "Running", "begun", actor="runner")
             third = await service.list_jobs("org")
             assert {job.id: job.status for job in third.jobs} == {job.id: "Done", work.id: "Running"}
             assert [job.id for job in (await service.list_jobs("org", status="Running")).jobs] == [work.id]
-            await other.set_job_status(work.id, "Error", "broken", by="runner")
+            await other.set_job_status(work.id, "Error", "broken", actor="runner")
             await other.delete_job("org", work.id)
             assert (await service.list_jobs("org")).jobs == first.jobs
             # One that was made again under the same id, and is as old in versions, is another one.

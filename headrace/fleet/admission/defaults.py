@@ -46,14 +46,14 @@ def with_defaults(service: Document, facts: ClusterFacts) -> Document:
 
 def _with_replicas(service: Document) -> Document:
     changed: dict[str, Any] = {}
-    for name, most in MAX_REPLICAS.items():
+    for name, maximum in MAX_REPLICAS.items():
         component = get_mapping(service, "spec").get(name)
         if not isinstance(component, dict) or ("minReplicas" in component and "maxReplicas" in component):
             continue
-        least = component.get("minReplicas", MIN_REPLICAS)
+        minimum = component.get("minReplicas", MIN_REPLICAS)
         # A minimum above the default maximum raises it.
-        enough = max(most, least) if isinstance(least, int) else most
-        changed[name] = {**component, "minReplicas": least, "maxReplicas": component.get("maxReplicas", enough)}
+        enough = max(maximum, minimum) if isinstance(minimum, int) else maximum
+        changed[name] = {**component, "minReplicas": minimum, "maxReplicas": component.get("maxReplicas", enough)}
     return {**service, "spec": {**service["spec"], **changed}} if changed else service
 
 
@@ -134,12 +134,12 @@ def _engine(predictor: Document, model: Document) -> Document:
 
 def _main_container(containers: list[Any]) -> dict[str, Any] | None:
     """Return the main container: by its name, else the first."""
-    named = [
+    main = [
         container
         for container in containers
         if get_str(container, "name") == MAIN_CONTAINER or "ome" in get_str(container, "name").lower()
     ]
-    first: dict[str, Any] | None = next(iter([*named, *containers]), None)
+    first: dict[str, Any] | None = next(iter([*main, *containers]), None)
     return first
 
 

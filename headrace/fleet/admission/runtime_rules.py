@@ -40,8 +40,8 @@ def runtime_problems(runtime: Document, facts: ClusterFacts) -> list[Problem]:
 
 
 def _size_range(span: Document) -> Iterator[Problem]:
-    least, most = _parameters(get_str(span, "min")), _parameters(get_str(span, "max"))
-    if least is not None and most is not None and least > most:
+    minimum, maximum = _parameters(get_str(span, "min")), _parameters(get_str(span, "max"))
+    if minimum is not None and maximum is not None and minimum > maximum:
         message = f"{span['min']} is above max, {span['max']}"
         yield Problem("spec.modelSizeRange.min", message, "lower min or raise max")
 
@@ -125,7 +125,7 @@ def _claims(runtime: Document) -> Iterator[tuple[int, Any]]:
     for number, model_format in enumerate(get_list(spec, "supportedModelFormats")):
         if get_mapping(model_format).get("autoSelect") is not True:
             continue
-        wanted = tuple(
+        versions = tuple(
             get_str(model_format, *path)
             for path in (
                 ("name",),
@@ -140,4 +140,4 @@ def _claims(runtime: Document) -> Iterator[tuple[int, Any]]:
             )
         )
         for protocol in {version for version in get_list(spec, "protocolVersions") if isinstance(version, str)}:
-            yield number, (scope, protocol, wanted, span, get_int(model_format, "priority") or 1)
+            yield number, (scope, protocol, versions, span, get_int(model_format, "priority") or 1)

@@ -102,7 +102,7 @@ def _references(service: Document, facts: ClusterFacts) -> Iterator[Problem]:
         yield from _model(name, kind, namespace, facts)
     elif not runtime and "engine" in spec and not _runs_alone(get_mapping(spec, "engine")):
         fix = "add spec.model, or spec.runtime, or an image in spec.engine.runner"
-        yield Problem("spec.model", "is missing, and nothing else says what to run", fix)
+        yield Problem("spec.model", "is missing, and there is no runtime or image to run instead", fix)
     if runtime:
         live = facts.runtime(namespace, runtime, get_str(spec, "runtime", "kind"))
         if live is None:
@@ -126,8 +126,8 @@ def _model(name: str, kind: str, namespace: str, facts: ClusterFacts) -> Iterato
         yield Problem("spec.model.name", value, "create it first, or correct the name")
 
 
-def _missing(what: str, kind: str, name: str, namespace: str) -> str:
-    return f"there is no {what} {name}: neither a {kind} in namespace {namespace} nor a Cluster{kind}"
+def _missing(noun: str, kind: str, name: str, namespace: str) -> str:
+    return f"there is no {noun} {name}: neither a {kind} in namespace {namespace} nor a Cluster{kind}"
 
 
 def _weights(weights: list[object], facts: ClusterFacts) -> Iterator[Problem]:
@@ -164,9 +164,9 @@ def _accelerators(service: Document, facts: ClusterFacts) -> Iterator[Problem]:
     ]
     for place, selector in selectors:
         named.append((f"{place}.acceleratorClass", get_str(selector, "acceleratorClass")))
-        least, most = get_int(selector, "constraints", "minMemory"), get_int(selector, "constraints", "maxMemory")
-        if least is not None and most is not None and least > most:
-            message = f"{least} is above maxMemory, {most}"
+        minimum, maximum = get_int(selector, "constraints", "minMemory"), get_int(selector, "constraints", "maxMemory")
+        if minimum is not None and maximum is not None and minimum > maximum:
+            message = f"{minimum} is above maxMemory, {maximum}"
             yield Problem(f"{place}.constraints.minMemory", message, "lower minMemory or raise maxMemory")
     for place, name in named:
         if name and facts.accelerator(name) is None:
@@ -215,9 +215,9 @@ def _router(config: Document) -> Iterator[Problem]:
             message = "is not a valid name of an environment variable, which it becomes"
             yield Problem(place, message, "use letters, digits, '_', '-' and '.', not beginning with a digit")
         elif name not in ROUTER_KEYS:
-            near = nearest(name, ROUTER_KEYS, 0.8)
-            if near:
-                yield Problem(place, f"is not {near}, and would have no effect", f"did you mean {near}?")
+            closest = nearest(name, ROUTER_KEYS, 0.8)
+            if closest:
+                yield Problem(place, f"is not {closest}, and would have no effect", f"did you mean {closest}?")
 
 
 _KEY_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -259,7 +259,7 @@ def scaling_problems(service: Document) -> Iterator[Problem]:
     if AUTOSCALER_CLASS in annotations_of(service):
         for name in COMPONENTS:
             if get_mapping(service, "spec", name, "autoscaler"):
-                message = f"says how to scale beside the annotation {AUTOSCALER_CLASS}"
+                message = f"conflicts with the annotation {AUTOSCALER_CLASS}"
                 yield Problem(f"spec.{name}.autoscaler", message, "remove the annotation")
     yield from keda_problems("spec.kedaConfig", get_mapping(service, "spec", "kedaConfig"))
     for name in COMPONENTS:
@@ -268,10 +268,12 @@ def scaling_problems(service: Document) -> Iterator[Problem]:
 
 def component_problems(place: str, component: Document) -> Iterator[Problem]:
     """Yield problems of the scaling of one component, of a service or a runtime."""
-    least, most = get_int(component, "minReplicas"), get_int(component, "maxReplicas")
-    if least is not None and most is not None and least > most:
+    minimum, maximum = get_int(component, "minReplicas"), get_int(component, "maxReplicas")
+    if minimum is not None and maximum is not None and minimum > maximum:
         yield Problem(
-            f"{place}.minReplicas", f"{least} is above maxReplicas, {most}", "lower minReplicas or raise maxReplicas"
+            f"{place}.minReplicas",
+            f"{minimum} is above maxReplicas, {maximum}",
+            "lower minReplicas or raise maxReplicas",
         )
     if component.get("minAvailable") is not None and component.get("maxUnavailable") is not None:
         message = "a disruption budget has minAvailable or maxUnavailable, not both"
@@ -286,18 +288,18 @@ def component_problems(place: str, component: Document) -> Iterator[Problem]:
         yield Problem(f"{place}.deploymentStrategy.rollingUpdate", message, "raise maxSurge or maxUnavailable")
     yield from keda_problems(f"{place}.kedaConfig", get_mapping(component, "kedaConfig"))
     if get_mapping(component, "autoscaler"):
-        yield from _autoscaler_problems(f"{place}.autoscaler", get_mapping(component, "autoscaler"), least)
+        yield from _autoscaler_problems(f"{place}.autoscaler", get_mapping(component, "autoscaler"), minimum)
 
 
-def _autoscaler_problems(place: str, autoscaler: Document, least: int | None) -> Iterator[Problem]:
-    chosen = get_str(autoscaler, "class")
+def _autoscaler_problems(place: str, autoscaler: Document, min_replicas: int | None) -> Iterator[Problem]:
+    autoscaler_class = get_str(autoscaler, "class")
     keda = get_mapping(autoscaler, "keda")
-    if chosen == "KEDA" and not get_list(keda, "triggers"):
+    if autoscaler_class == "KEDA" and not get_list(keda, "triggers"):
         yield Problem(f"{place}.keda.triggers", "is missing, and class is KEDA", "write at least one trigger")
-    if chosen == "None" and least == 0:
+    if autoscaler_class == "None" and min_replicas == 0:
         yield Problem(f"{place}.class", "None keeps minReplicas, which is 0", "raise minReplicas, or write KEDA")
     idle = get_int(keda, "idleReplicaCount")
-    if idle is not None and idle >= (1 if least is None else least):
+    if idle is not None and idle >= (1 if min_replicas is None else min_replicas):
         yield Problem(f"{place}.keda.idleReplicaCount", f"{idle} is not below minReplicas", "lower it")
     for index, metric in enumerate(get_list(autoscaler, "hpa", "metrics")):
         source = get_str(metric, "type")
@@ -350,18 +352,20 @@ def latency_problems(service: Document) -> Iterator[Problem]:
         component = get_mapping(spec, name)
         for other in ("scaleMetric", "scaleTarget", "autoscaler"):
             if name in spec and component.get(other) is not None:
-                message = "says how to scale, and slo does"
+                message = "conflicts with slo: both define how to scale"
                 yield Problem(f"spec.{name}.{other}", message, f"remove {other}, or slo")
     if get_str(spec, "kedaConfig", "customPromQuery"):
-        yield Problem("spec.kedaConfig.customPromQuery", "says how to scale, and slo does", "remove it, or slo")
+        yield Problem(
+            "spec.kedaConfig.customPromQuery", "conflicts with slo: both define how to scale", "remove it, or slo"
+        )
 
 
 def _scaling_annotations(annotations: dict[str, str]) -> Iterator[Problem]:
-    chosen = annotations.get(AUTOSCALER_CLASS, "hpa")
-    if chosen not in AUTOSCALER_CLASSES:
-        yield _not_allowed(AUTOSCALER_CLASS, chosen, AUTOSCALER_CLASSES)
+    autoscaler_class = annotations.get(AUTOSCALER_CLASS, "hpa")
+    if autoscaler_class not in AUTOSCALER_CLASSES:
+        yield _not_allowed(AUTOSCALER_CLASS, autoscaler_class, AUTOSCALER_CLASSES)
     metrics = annotations.get(AUTOSCALER_METRICS)
-    if metrics is not None and chosen == "hpa" and metrics not in METRICS:
+    if metrics is not None and autoscaler_class == "hpa" and metrics not in METRICS:
         yield _not_allowed(AUTOSCALER_METRICS, metrics, METRICS)
     share = annotations.get(TARGET_UTILIZATION)
     if share is not None and not (re.fullmatch(r"[0-9]{1,3}", share) and 1 <= int(share) <= 100):

@@ -52,10 +52,10 @@ def benchmark_problems(job: Document, _: ClusterFacts) -> list[Problem]:
     """Return the problems of a BenchmarkJob."""
     spec = get_mapping(job, "spec")
     endpoint = get_mapping(spec, "endpoint")
-    given = [name for name in ("inferenceService", "endpoint") if get_mapping(endpoint, name)]
+    endpoints = [name for name in ("inferenceService", "endpoint") if get_mapping(endpoint, name)]
     problems = []
-    if len(given) != 1:
-        message = "names both a service and an address" if given else "names neither a service nor an address"
+    if len(endpoints) != 1:
+        message = "names both a service and an address" if endpoints else "names neither a service nor an address"
         problems.append(
             Problem("spec.endpoint", message, "write one of endpoint.inferenceService and endpoint.endpoint")
         )

@@ -228,8 +228,8 @@ class Agent:
     async def _ensure_downloaded(self, key: ModelKey, model: Document, source: ModelSource, *, first: bool) -> None:
         self._external.pop(key, None)
         before = self._store.records.get(key)
-        same = before is not None and (before.uri, before.path) == (source.uri, source.path)
-        if before is not None and same and await self._in_thread(self._store.is_complete, before):
+        is_same_source = before is not None and (before.uri, before.path) == (source.uri, source.path)
+        if before is not None and is_same_source and await self._in_thread(self._store.is_complete, before):
             if before.reserved != is_reserved(model) or before.gone:
                 before = replace(before, reserved=is_reserved(model), gone=False)
                 await self._in_thread(self._store.records.put, before)
@@ -344,9 +344,11 @@ class Agent:
 
     def _missing(self) -> list[ModelKey]:
         """Return the models whose files were deleted by someone else."""
-        gone = [key for key, path in list(self._external.items()) if not path.exists()]
-        known = [record for record in self._store.records.all() if record.state is ModelState.READY and not record.gone]
-        return gone + [record.key for record in known if not self._store.is_complete(record)]
+        missing = [key for key, path in list(self._external.items()) if not path.exists()]
+        ready_records = [
+            record for record in self._store.records.all() if record.state is ModelState.READY and not record.gone
+        ]
+        return missing + [record.key for record in ready_records if not self._store.is_complete(record)]
 
     async def _in_thread(self, work: Callable[..., T], *given: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
@@ -438,8 +440,10 @@ async def report_progress(status: NodeStatus, downloads: Mapping[ModelKey, Downl
                 continue
             reported[key] = (download, done, now)
             speed = int((done - before) / max(now - since, 0.001))
-            at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-            status.put(key, node_status.updating_entry(key, node_status.Progress(done, download.total, speed, at)))
+            reported_at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+            status.put(
+                key, node_status.updating_entry(key, node_status.Progress(done, download.total, speed, reported_at))
+            )
 
 
 @dataclass(frozen=True)

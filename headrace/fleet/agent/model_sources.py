@@ -199,28 +199,30 @@ SECRETS_ROLE = "headrace-model-agent-secrets"
 """The ClusterRole that an administrator binds in namespaces whose Secrets the agent may read."""
 
 
-async def read_credentials(api: ApiClient, model: Document, source: ModelSource, own: str) -> CloudCredentials | None:
-    """Read the Secret with a model's credentials: in the model's namespace, or in `own` for a ClusterBaseModel.
+async def read_credentials(
+    api: ApiClient, model: Document, source: ModelSource, agent_namespace: str
+) -> CloudCredentials | None:
+    """Read the Secret with a model's credentials: in the model's namespace, or in `agent_namespace` for a ClusterBaseModel.
 
     Raises HeadraceError.
     """
     if not source.key:
         return credentials_from(source, None)
-    namespace = get_str(model, "metadata", "namespace") or own
-    where = f"the Secret {source.key} of namespace {namespace}, which spec.storage.key names,"
+    namespace = get_str(model, "metadata", "namespace") or agent_namespace
+    subject = f"the Secret {source.key} of namespace {namespace}, which spec.storage.key names,"
     try:
         secret = await api.get(SECRETS, namespace, source.key)
     except Unreachable:
-        raise Unavailable(f"{where} could not be read: the API server does not answer") from None
+        raise Unavailable(f"{subject} could not be read: the API server does not answer") from None
     except ApiError as error:
-        log.warning("%s cannot be read: %s", where, error)
+        log.warning("%s cannot be read: %s", subject, error)
         if error.code == 403:
-            also = f", or install it with --agent-secret {source.key}" if namespace == own else ""
+            also = f", or install it with --agent-secret {source.key}" if namespace == agent_namespace else ""
             raise PermissionDenied(
-                f"{where} may not be read by the agent; bind the ClusterRole {SECRETS_ROLE} to its service account by a "
+                f"{subject} may not be read by the agent; bind the ClusterRole {SECRETS_ROLE} to its service account by a "
                 f"RoleBinding in {namespace}{also}"
             ) from None
-        raise Unavailable(f"{where} could not be read; the agent's log has more") from None
+        raise Unavailable(f"{subject} could not be read; the agent's log has more") from None
     if secret is None:
-        raise FailedPrecondition(f"{where} is not there; create it")
+        raise FailedPrecondition(f"{subject} is not there; create it")
     return credentials_from(source, secret)

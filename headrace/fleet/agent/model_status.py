@@ -78,7 +78,7 @@ class ModelStatuses:
         # Users may create a ConfigMap with this label in their own namespace.
         if document is None or get_str(document, "metadata", "namespace") != self._namespace:
             return
-        node, counted = name_of(document), bool(self._agents)
+        node, had_agents = name_of(document), bool(self._agents)
         if after is None:
             self._agents.discard(node)
         else:
@@ -93,7 +93,7 @@ class ModelStatuses:
             if not nodes:
                 del self._entries[name]
         for model in (model for informer in self._models for model in informer.all()):
-            if counted != bool(self._agents) or entry_name(object_key(model)) in changed:
+            if had_agents != bool(self._agents) or entry_name(object_key(model)) in changed:
                 self._queue.add(object_key(model))
 
     async def _reconcile(self, key: ModelKey) -> bool:
@@ -120,12 +120,12 @@ class ModelStatuses:
         version = {"resourceVersion": get_str(model, "metadata", "resourceVersion")}
         if get_str(model, "metadata", "deletionTimestamp"):
             finalizers = get_list(model, "metadata", "finalizers")
-            kept = [finalizer for finalizer in finalizers if finalizer not in _OME_FINALIZERS]
-            if kept != finalizers:
-                await self._api.patch(informer.served, *key, {"metadata": {**version, "finalizers": kept}})
+            remaining = [finalizer for finalizer in finalizers if finalizer not in _OME_FINALIZERS]
+            if remaining != finalizers:
+                await self._api.patch(informer.served, *key, {"metadata": {**version, "finalizers": remaining}})
             return
         nodes = self._entries.get(entry_name(key), {})
-        status = status_change(model, nodes, counted=bool(self._agents))
+        status = status_change(model, nodes, has_agents=bool(self._agents))
         if status:
             model = await self._api.patch(informer.served, *key, {"metadata": version, "status": status}, "status")
             version = {"resourceVersion": get_str(model, "metadata", "resourceVersion")}
@@ -153,15 +153,15 @@ _INFERRED_FIELDS = (
 """Fields of a spec that can be read from the files."""
 
 
-def status_change(model: Document, nodes: Mapping[str, Document], *, counted: bool) -> dict[str, Any]:
+def status_change(model: Document, nodes: Mapping[str, Document], *, has_agents: bool) -> dict[str, Any]:
     """Return the merge patch of a model's status; empty if it is up to date. `nodes`: the entries by node.
 
-    `counted`: some node has an agent. Without agents nothing is known about nodes, and nothing is written.
+    `has_agents`: some node has an agent. Without agents nothing is known about nodes, and nothing is written.
     """
     before = get_mapping(model, "status")
     if get_str(model, "spec", "storage", "storageUri").startswith("pvc://"):
         after: dict[str, Any] = {"state": READY}  # pods mount the claim: it is ready on every node
-    elif not counted and not nodes and not before.get("nodesReady") and not before.get("nodesFailed"):
+    elif not has_agents and not nodes and not before.get("nodesReady") and not before.get("nodesFailed"):
         return {}
     else:
         ready = sorted(name for name, entry in nodes.items() if entry_state(entry) == READY)

@@ -54,13 +54,13 @@ class ModelStore:
             if not self._only_agent.try_acquire():
                 self.close()
                 raise FailedPrecondition(f"another agent uses {self.root}; stop it, or name another folder")
-            for left in (self.root / STORE_FOLDER / "new").iterdir():
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in (self.root / STORE_FOLDER / "new").iterdir():
+                shutil.rmtree(leftover, ignore_errors=True)
             self.records.load()
-            known = {record.cache_name for record in self.records.all()}
-            for left in (self.root / STORE_FOLDER / "cache").iterdir():
-                if left.name not in known:
-                    shutil.rmtree(left, ignore_errors=True)
+            cache_names = {record.cache_name for record in self.records.all()}
+            for leftover in (self.root / STORE_FOLDER / "cache").iterdir():
+                if leftover.name not in cache_names:
+                    shutil.rmtree(leftover, ignore_errors=True)
         except OSError as error:
             raise FailedPrecondition(
                 f"{self.root} cannot be written to ({os.strerror(error.errno or 0)}); mount the node's folder for models "
@@ -148,23 +148,24 @@ class ModelStore:
         if size is None:
             return
         with self._lock:
-            left = self._left(record, size)
-            others = sum(bytes_ for key, bytes_ in self._reserved_bytes.items() if key != record.key)
+            missing_bytes = self._left(record, size)
+            reserved = sum(bytes_ for key, bytes_ in self._reserved_bytes.items() if key != record.key)
             free = shutil.disk_usage(self.root).free
-            if left and left + others + self._keep_free > free:
-                taken = f", {readable_bytes(others)} of it reserved for other downloads" if others else ""
+            if missing_bytes and missing_bytes + reserved + self._keep_free > free:
+                reservations = f", {readable_bytes(reserved)} of it reserved for other downloads" if reserved else ""
                 raise NoRoom(
-                    f"there is no room for {public_text(record.uri)}: it needs {readable_bytes(left)}, {self.root} has "
-                    f"{readable_bytes(free)} free{taken}, and {readable_bytes(self._keep_free)} must stay free; delete "
-                    "models, choose other nodes by spec.storage.nodeSelector, or give the node a larger disk"
+                    f"there is no room for {public_text(record.uri)}: it needs {readable_bytes(missing_bytes)}, "
+                    f"{self.root} has {readable_bytes(free)} free{reservations}, and {readable_bytes(self._keep_free)} must "
+                    "stay free; delete models, choose other nodes by spec.storage.nodeSelector, or give the node a larger "
+                    "disk"
                 )
-            self._reserved_bytes[record.key] = left
+            self._reserved_bytes[record.key] = missing_bytes
 
-    def update_reservation(self, key: ModelKey, left: int) -> None:
+    def update_reservation(self, key: ModelKey, missing_bytes: int) -> None:
         """Set the bytes of a reservation that are still missing; 0 ends it."""
         with self._lock:
-            if left > 0 and key in self._reserved_bytes:
-                self._reserved_bytes[key] = left
+            if missing_bytes > 0 and key in self._reserved_bytes:
+                self._reserved_bytes[key] = missing_bytes
             else:
                 self._reserved_bytes.pop(key, None)
 
@@ -236,16 +237,16 @@ class ModelStore:
         return path
 
     def _check_conflict(self, other: Record, path: Path, uri: str) -> None:
-        theirs = Path(other.path)
-        if theirs == path and other.uri != uri:
-            what = "files of the deleted model" if other.gone else "model"
+        other_path = Path(other.path)
+        if other_path == path and other.uri != uri:
+            owner = "files of the deleted model" if other.gone else "model"
             raise InvalidArgument(
-                f"spec.storage.path {path} has the {what} {display_name(other.key)}, which has another source; choose "
+                f"spec.storage.path {path} has the {owner} {display_name(other.key)}, which has another source; choose "
                 "another path"
             )
-        if theirs != path and (theirs.is_relative_to(path) or path.is_relative_to(theirs)):
+        if other_path != path and (other_path.is_relative_to(path) or path.is_relative_to(other_path)):
             raise InvalidArgument(
-                f"spec.storage.path {path} and {theirs} of {display_name(other.key)} are nested; choose another path"
+                f"spec.storage.path {path} and {other_path} of {display_name(other.key)} are nested; choose another path"
             )
 
     def _is_ours(self, path: Path) -> bool:
@@ -309,8 +310,8 @@ class ModelStore:
 def cache_name(source: ModelSource) -> str:
     """Return the cache folder of a source. All revisions of a Hub model share one, such as a branch and its commit."""
     place = source.place
-    what = f"hub {place.repository}" if isinstance(place, HubLocation) else source.uri
-    parts = [what, *sorted(source.files)] if isinstance(place, HubLocation) else [what, source.endpoint]
+    identity = f"hub {place.repository}" if isinstance(place, HubLocation) else source.uri
+    parts = [identity, *sorted(source.files)] if isinstance(place, HubLocation) else [identity, source.endpoint]
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -427,9 +428,9 @@ def replace_files(path: Path, files: dict[str, Path]) -> None:
         new.replace(to)
     for above, _, names in os.walk(path, topdown=False):
         for name in names:
-            left = Path(above, name)
-            if str(left.relative_to(path)) not in files:
-                left.unlink()
+            obsolete = Path(above, name)
+            if str(obsolete.relative_to(path)) not in files:
+                obsolete.unlink()
         if above != str(path) and not any(Path(above).iterdir()):
             Path(above).rmdir()
     make_readable(path)

@@ -187,10 +187,10 @@ class NodeStatus:
         self._changed.set()
 
 
-def _changes(seen: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str | None]:
+def _changes(live: Mapping[str, str], desired: Mapping[str, str]) -> dict[str, str | None]:
     """Return the merge patch from the live values to the wanted ones."""
-    changes: dict[str, str | None] = {name: None for name in seen if name not in wanted}
-    return changes | {name: value for name, value in wanted.items() if seen.get(name) != value}
+    changes: dict[str, str | None] = {name: None for name in live if name not in desired}
+    return changes | {name: value for name, value in desired.items() if live.get(name) != value}
 
 
 def _string_data(config_map: Document) -> dict[str, str]:

@@ -94,7 +94,7 @@ def decide_replicas(
     spec: AutoscalerSpec,
     ready: int,
     panic: PanicState = NO_PANIC,
-    wanted: int = 0,
+    desired: int = 0,
 ) -> Decision | None:
     """Return `spec.min_replicas` to `spec.max_replicas`; None without a sample in the stable window.
 
@@ -107,7 +107,7 @@ def decide_replicas(
     newest = [sample for sample in recent if now - windows.panic_seconds < sample.time] or recent
     current = max(1, ready)
     slow, fast = _average(recent), _average(newest)
-    stable, urgent = _replicas_for(slow, spec, wanted), _replicas_for(fast, spec, wanted)
+    stable, urgent = _replicas_for(slow, spec, desired), _replicas_for(fast, spec, desired)
     until = now + windows.stable_seconds if urgent >= windows.panic_threshold * current else panic.until
     lowest, highest = int(current / MAX_SCALE_DOWN), ceil(current * MAX_SCALE_UP)
     calm = min(max(stable, lowest), highest)
@@ -128,10 +128,10 @@ def _average(samples: list[Sample]) -> float:
     return sum(sample.value for sample in samples) / len(samples)
 
 
-def _replicas_for(average: float, spec: AutoscalerSpec, wanted: int) -> int:
+def _replicas_for(average: float, spec: AutoscalerSpec, desired: int) -> int:
     exact = average / (spec.target * spec.utilisation)
-    if abs(exact - wanted) <= spec.tolerance * wanted:
-        return wanted
+    if abs(exact - desired) <= spec.tolerance * desired:
+        return desired
     return ceil(exact - _ROUNDING)
 
 

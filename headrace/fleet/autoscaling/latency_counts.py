@@ -33,12 +33,12 @@ class LatencyCounts:
 
     def percentile(self, percent: float) -> float:
         """Return a percentile in seconds, interpolated within its bucket; 0 without any."""
-        wanted, below = self.total * percent / 100, 0
+        rank, below = self.total * percent / 100, 0
         for index, count in enumerate(self.counts):
-            if count and below + count >= wanted:
+            if count and below + count >= rank:
                 low = LATENCY_BOUNDS_SECONDS[index - 1] if index else 0.0
                 high = LATENCY_BOUNDS_SECONDS[min(index, _BOUNDS - 1)]
-                return low + (high - low) * (wanted - below) / count
+                return low + (high - low) * (rank - below) / count
             below += count
         return 0.0
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide how many replicas keep latency targets: p95 of the first token, and of each further token. Pure.
+"""Decide how many replicas meet latency targets: p95 of the first token, and of each further token. Pure.
 
 A replica's capacity in requests per second is estimated from its latencies under little load, and corrected by evidence: a
-load that kept the targets is within it (`Evidence.proven`), one that missed them is not (`Evidence.refuted`). Replicas are
-added for the load that is expected when they will be ready. One is removed at a time, when a window says that the others
-keep the targets.
+load that met the targets is within the capacity (`Evidence.proven`), one that missed them is above it (`Evidence.refuted`).
+Replicas are
+added for the load that is expected when they will be ready. One replica is removed at a time, when the samples of a window
+show that the others meet the targets.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.fleet.autoscaling.autoscaler import KNATIVE, Windows
 from headrace.fleet.autoscaling.latency_counts import LatencyCounts, add_counts
 
 MODEL_UTILISATION = 0.8
-"""Share of an estimated capacity that is used, and of a load that missed the targets."""
+"""Safety margin: share of an estimated capacity, or of a load that missed the targets, that counts as usable."""
 _WAIT_FACTOR = 1.5
 """The 95th percentile of the wait for a queue with one server is about so many service times at half load (M/D/1)."""
 _OUTLIER = 10.0
@@ -30,15 +31,15 @@ _DEFAULT_SPREAD, _MAX_SPREAD = 1.3, 3.0
 """Percentile of the time per token divided by its mean: until it is known, and at most."""
 _SPREAD_SAMPLES = 30
 _MIN_COUNT = 10
-"""Latencies that a percentile needs."""
+"""Minimum number of samples for a percentile."""
 _PARTS = 4
-"""Parts of the stable window that a trend is seen in."""
+"""Number of parts of the stable window that are compared to find a trend."""
 _MAX_TREND = 1.5
 """The expected load is at most so many times the current one."""
 _CALM = 0.7
-"""Replicas are removed if the latency would stay below this share of its target."""
+"""A replica is removed only if the latency would stay below this share of its target."""
 _MAX_TRIAL = 1.34
-"""Factor by which the load of a replica may rise beyond what is known when one is removed."""
+"""When a replica is removed, the load per replica may exceed the highest proven load by this factor."""
 _HISTORY_WINDOWS = 10
 _TOLERANCE = 1.1
 """A load up to so many times the capacity adds no replica."""
@@ -65,20 +66,20 @@ class LatencySpec:
 
     @property
     def evidence_seconds(self) -> float:
-        """Time with the same replicas after which their latencies say something about them."""
+        """Minimum time without scaling before latencies are used as evidence."""
         return self.windows.stable_seconds / 3
 
 
 @dataclass(frozen=True, slots=True)
 class LatencySample:
-    """What routers counted in some seconds that ended at `time`."""
+    """Counts of the routers over an interval that ended at `time`."""
 
     time: float
     seconds: float
     ready: int
     """Ready replicas."""
     arrivals: int
-    """Requests that came."""
+    """Requests that arrived."""
     streams: float = 0.0
     """Streams that generated at once, on average."""
     first: LatencyCounts = field(default_factory=LatencyCounts)
@@ -89,12 +90,12 @@ class LatencySample:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Loads that were tried, in requests per second and replica, and when replicas were changed last."""
+    """Loads per replica (requests/s) that met or missed the targets, and the times of the last scaling."""
 
     proven: float = 0.0
-    """The highest load that kept the targets."""
+    """The highest load that met the targets."""
     refuted: float = inf
-    """The load that missed them last; it counts for as long as samples are kept."""
+    """The last load that missed the targets; expires with the samples."""
     refuted_at: float = -inf
     raised_at: float = -inf
     lowered_at: float = -inf
@@ -113,7 +114,7 @@ class LatencyDecision:
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """Percentiles of a window in seconds; 0: too few latencies."""
+    """Percentiles of a window, in seconds; 0: too few samples."""
 
     first: float
     next: float
@@ -122,7 +123,7 @@ class _Observed:
         return (0 < spec.first_seconds < self.first) or (0 < spec.next_seconds < self.next)
 
     def calm(self, spec: LatencySpec, more: float) -> bool:
-        """Whether both would be well below their targets, if they grew as the load by a factor."""
+        """Whether both percentiles would stay well below their targets if they grew by the same factor as the load."""
         return (not spec.first_seconds or self.first * more <= _CALM * spec.first_seconds) and (
             not spec.next_seconds or self.next * more <= _CALM * spec.next_seconds
         )
@@ -151,27 +152,27 @@ def decide_for_latency(
     expected = _expected_rate(window, now, spec.windows, start_seconds)
     lowest, highest = max(1, spec.min_replicas), max(1, spec.min_replicas, spec.max_replicas)
     if limit and observed.missed(spec):
-        # No number of replicas helps: keep what there is, within the bounds.
+        # More replicas do not help: keep the current number, within the bounds.
         return LatencyDecision(min(max(replicas, lowest), highest), limit, evidence, limit)
     needed = max(lowest, ceil(expected / capacity - _ROUNDING)) if capacity else max(lowest, replicas)
-    what = _describe(observed, spec, expected, start_seconds, capacity)
+    summary = _describe(observed, spec, expected, start_seconds, capacity)
     if needed > replicas and capacity and expected <= _TOLERANCE * capacity * replicas:
         needed = max(lowest, replicas)
     if needed > replicas:
-        wanted = min(needed, highest)
-        if wanted > replicas:
-            what += f"; maxReplicas is {highest}" if needed > highest else ""
-            return LatencyDecision(wanted, what, replace(evidence, raised_at=now))
+        desired = min(needed, highest)
+        if desired > replicas:
+            summary += f"; maxReplicas is {highest}" if needed > highest else ""
+            return LatencyDecision(desired, summary, replace(evidence, raised_at=now))
     elif replicas > highest:
         return LatencyDecision(highest, f"maxReplicas is {highest}", evidence)
     elif (
         replicas > lowest and (load := _load_with_one_less(window, now, spec, replicas, capacity, evidence)) is not None
     ):
-        # A load that is tried counts as proven, until it is refuted.
+        # The load after scaling down counts as proven until it misses a target.
         proven = max(evidence.proven, load)
-        return LatencyDecision(replicas - 1, what, replace(evidence, lowered_at=now, proven=proven))
-    limited = f"{what}; maxReplicas is {highest}" if needed > highest and observed.missed(spec) else ""
-    return LatencyDecision(min(max(replicas, lowest), highest), what, evidence, limited)
+        return LatencyDecision(replicas - 1, summary, replace(evidence, lowered_at=now, proven=proven))
+    limited = f"{summary}; maxReplicas is {highest}" if needed > highest and observed.missed(spec) else ""
+    return LatencyDecision(min(max(replicas, lowest), highest), summary, evidence, limited)
 
 
 def _newest(samples: Sequence[LatencySample], now: float, seconds: float) -> list[LatencySample]:
@@ -195,15 +196,15 @@ def _observed(samples: Sequence[LatencySample], spec: LatencySpec) -> _Observed:
 
 
 def _expected_rate(window: Sequence[LatencySample], now: float, windows: Windows, ahead: float) -> float:
-    """Return the requests per second that are expected so many seconds from now.
+    """Return the request rate expected `seconds` from now.
 
     The newest seconds count alone if chance does not explain how many requests came. A load that grew through the whole
     window goes on to grow; one that jumped once does not.
     """
     length = windows.stable_seconds / _PARTS
     parts = [
-        _rate([sample for sample in window if low < now - sample.time <= low + length])
-        for low in (-1e-6 + length * number for number in range(_PARTS - 1, -1, -1))
+        _rate([sample for sample in window if begins < now - sample.time <= begins + length])
+        for begins in (-1e-6 + length * number for number in range(_PARTS - 1, -1, -1))
     ]
     rate = max(_rate(_newest(window, now, 2 * length)), *_surges(window, now, windows))
     growth = min(after - before for before, after in pairwise(parts))
@@ -233,19 +234,19 @@ def _surges(window: Sequence[LatencySample], now: float, windows: Windows) -> It
 def _learn(samples: Sequence[LatencySample], now: float, spec: LatencySpec, evidence: Evidence) -> Evidence:
     """Judge the load of the last window, if the replicas were the same all the time."""
     ready = samples[-1].ready
-    same = list(takewhile(lambda sample: sample.ready == ready, reversed(samples)))
-    began = same[-1].time - same[-1].seconds
+    recent = list(takewhile(lambda sample: sample.ready == ready, reversed(samples)))
+    began = recent[-1].time - recent[-1].seconds
     if not ready or now - began < spec.evidence_seconds or evidence.raised_at > began:
         return evidence
-    window = _newest(same, now, spec.evidence_seconds)
+    window = _newest(recent, now, spec.evidence_seconds)
     # Requests that came before these replicas were ready say nothing about them.
     judged = [replace(sample, first=sample.first.up_to(sample.time - began)) for sample in window]
     if sum(sample.first.total for sample in judged) < sum(sample.first.total for sample in window):
-        # Nor do the tokens of the replica that works them off.
+        # Nor do the tokens of a replica that still processes such requests.
         judged = [replace(sample, next=LatencyCounts()) for sample in judged]
     observed, load = _observed(judged, spec), _rate(judged) / ready
     if observed.missed(spec):
-        # A load that has just grown is what they cannot take.
+        # If the load has just grown, its newest rate is the one that is too high.
         load = max(load, _rate(_newest(judged, now, spec.windows.panic_seconds)) / ready)
         return replace(evidence, refuted=load, refuted_at=now, proven=min(evidence.proven, MODEL_UTILISATION * load))
     if now - evidence.refuted_at > spec.history_seconds:
@@ -257,7 +258,7 @@ def _learn(samples: Sequence[LatencySample], now: float, spec: LatencySpec, evid
 
 
 def _capacity(samples: Sequence[LatencySample], spec: LatencySpec, evidence: Evidence) -> tuple[float, str]:
-    """Return the requests per second that a replica can take, 0 if unknown; and why no number of replicas helps, if so."""
+    """Return a replica's capacity in requests/s (0: unknown), and why more replicas would not help ("": they would)."""
     estimates, limits = [], []
     if spec.first_seconds:
         estimate, idle = _by_first_token(samples, spec.first_seconds)
@@ -352,7 +353,7 @@ def _load_with_one_less(
     capacity: float,
     evidence: Evidence,
 ) -> float | None:
-    """Return the highest load of a replica if one less would keep the targets with a margin; None if not, or not yet."""
+    """Return the load per replica after removing one, if the targets would be met with a margin; None if not, or not yet."""
     oldest = window[0].time - window[0].seconds
     if now - oldest < 0.9 * spec.windows.stable_seconds or now - evidence.raised_at < spec.windows.stable_seconds:
         return None
@@ -365,12 +366,12 @@ def _load_with_one_less(
         return load
     more = replicas / (replicas - 1)
     measured = bool(observed.first or observed.next)
-    # All is calm, the load of a replica rises by little, and nothing speaks against it: try it.
+    # Latencies are low, the load per replica grows little, and no evidence is against it: try it.
     is_trial = measured and more <= _MAX_TRIAL and observed.calm(spec, more)
     return load if is_trial and load < MODEL_UTILISATION * evidence.refuted else None
 
 
-# Words
+# Text of decisions
 
 
 def _describe(observed: _Observed, spec: LatencySpec, expected: float, ahead: float, capacity: float) -> str:

@@ -425,9 +425,9 @@ def _apply_arithmetic(sign: str, left: float, right: float) -> float:
     return math.nan if not left or math.isnan(left) else math.copysign(math.inf, left) * math.copysign(1.0, right)
 
 
-def _scalar(where: str, value: Value) -> float:
+def _scalar(operator: str, value: Value) -> float:
     if isinstance(value, dict):
-        raise FailedPrecondition(f"the query has series where {where} needs a number")
+        raise FailedPrecondition(f"the query has series where {operator} needs a number")
     return value
 
 
@@ -478,12 +478,12 @@ def _selectors(expression: Expression) -> Iterator[Selector]:
             yield part.selector
 
 
-def parse_exposition(text: str, wanted: Callable[[str], bool], target: Mapping[str, str]) -> Series:
-    """Parse Prometheus text: the series whose names are `wanted`, with the labels of their replica. Skips invalid lines."""
+def parse_exposition(text: str, is_wanted: Callable[[str], bool], target: Mapping[str, str]) -> Series:
+    """Parse Prometheus text: series whose name `is_wanted` accepts, with labels of their replica. Skips invalid lines."""
     series: Series = {}
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if not name or name.startswith("#") or not wanted(name):
+        if not name or name.startswith("#") or not is_wanted(name):
             continue
         parts = _LINE.fullmatch(line.rstrip())
         if parts is None:

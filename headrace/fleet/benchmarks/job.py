@@ -67,9 +67,9 @@ def plan_benchmark(benchmark: Document, service: Document | None, facts: Cluster
 
 def service_of(benchmark: Document) -> tuple[str, str] | None:
     """Return the namespace and name of the benchmarked InferenceService, if the endpoint is one."""
-    named = get_mapping(benchmark, "spec", "endpoint", "inferenceService")
-    name = get_str(named, "name")
-    return (get_str(named, "namespace") or namespace_of(benchmark), name) if name else None
+    reference = get_mapping(benchmark, "spec", "endpoint", "inferenceService")
+    name = get_str(reference, "name")
+    return (get_str(reference, "namespace") or namespace_of(benchmark), name) if name else None
 
 
 def digest_of(benchmark: Document) -> str:
@@ -142,11 +142,11 @@ def _decode_values(parameters: Document) -> dict[str, Any]:
 
 def _target(spec: Document, namespace: str, service: Document | None) -> tuple[str, str, str]:
     """Return the URL and the model, or what the benchmark waits for."""
-    given = get_mapping(spec, "endpoint", "endpoint")
-    if given:
-        return get_str(given, "url").rstrip("/"), get_str(given, "modelName"), ""
-    named = get_mapping(spec, "endpoint", "inferenceService")
-    shown = f"{get_str(named, 'namespace') or namespace}/{get_str(named, 'name')}"
+    endpoint = get_mapping(spec, "endpoint", "endpoint")
+    if endpoint:
+        return get_str(endpoint, "url").rstrip("/"), get_str(endpoint, "modelName"), ""
+    reference = get_mapping(spec, "endpoint", "inferenceService")
+    shown = f"{get_str(reference, 'namespace') or namespace}/{get_str(reference, 'name')}"
     if service is None:
         return "", "", f"there is no InferenceService {shown}; apply it, or name another in spec.endpoint"
     ready: Document = next(
@@ -155,8 +155,8 @@ def _target(spec: Document, namespace: str, service: Document | None) -> tuple[s
     )
     url = get_str(service, "status", "address", "url") or get_str(service, "status", "url")
     if get_str(ready, "status") != "True" or not url:
-        why = get_str(ready, "message") or get_str(ready, "reason") or "it has no status yet"
-        return "", "", f"InferenceService {shown} is not ready: {why}"
+        reason = get_str(ready, "message") or get_str(ready, "reason") or "it has no status yet"
+        return "", "", f"InferenceService {shown} is not ready: {reason}"
     return url.rstrip("/"), "", ""
 
 

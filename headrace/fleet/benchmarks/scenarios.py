@@ -98,8 +98,8 @@ def _check(scenario: Scenario) -> None:
     given = [*scenario.first, *scenario.second]
     if letter == "I" and not all(1 <= number <= _MAX_PIXELS for number in given):
         raise InvalidArgument(f"scenario {value!a}: image sizes must be from 1 to {_MAX_PIXELS}")
-    least = given if letter in "DEU" else [scenario.first[0], scenario.second[0]] if letter == "N" else [1]
-    if min(least) < 1 or max(given) > _MAX_TOKENS:
+    minimums = given if letter in "DEU" else [scenario.first[0], scenario.second[0]] if letter == "N" else [1]
+    if min(minimums) < 1 or max(given) > _MAX_TOKENS:
         raise InvalidArgument(f"scenario {value!a}: numbers of tokens must be from 1 to {_MAX_TOKENS}")
     if scenario.letter == "U" and any(
         pair[0] > pair[1] for pair in (scenario.first, scenario.second) if scenario.second

@@ -39,33 +39,33 @@ class StorageLocation:
     problems: tuple[Problem, ...] = field(default=())
 
 
-def storage_location(storage: Document, where: str, namespace: str) -> StorageLocation:
-    """Return the storage location of a field of the spec. `where`: `outputLocation` or `dataset`."""
+def storage_location(storage: Document, spec_field: str, namespace: str) -> StorageLocation:
+    """Return the storage location of a field of the spec. `spec_field`: `outputLocation` or `dataset`."""
     uri = get_str(storage, "storageUri")
     if not uri:
         return StorageLocation()
     scheme, _, rest = uri.partition("://")
-    name, allowed = (OUTPUT, _WRITABLE) if where == "outputLocation" else (DATASET, _READABLE)
+    name, allowed = (OUTPUT, _WRITABLE) if spec_field == "outputLocation" else (DATASET, _READABLE)
     if scheme not in allowed:
         message = f"{scheme[:40]}:// cannot be {'written' if name == OUTPUT else 'read'} by `headrace bench`"
         fix = f"write one of {', '.join(f'{option}://' for option in allowed)}"
-        return StorageLocation(problems=(Problem(f"spec.{where}.storageUri", message, fix),))
+        return StorageLocation(problems=(Problem(f"spec.{spec_field}.storageUri", message, fix),))
     if scheme == "pvc":
-        return _claim_location(rest, name, where, namespace)
+        return _claim_location(rest, name, spec_field, namespace)
     if scheme == "local":
         path = get_str(storage, "path") or f"/{rest.lstrip('/')}"
         volume = {"name": name, "hostPath": {"path": path, "type": "DirectoryOrCreate" if name == OUTPUT else ""}}
         return _mounted_location(name, volume, "")
-    given = get_mapping(storage, "parameters")
+    parameters = get_mapping(storage, "parameters")
     env = [
-        {"name": variable, "value": given[parameter]}
+        {"name": variable, "value": parameters[parameter]}
         for (of, parameter), variable in _VARIABLES.items()
-        if of == scheme and isinstance(given.get(parameter), str)
+        if of == scheme and isinstance(parameters.get(parameter), str)
     ]
     secret = get_str(storage, "key")
     env_from: list[Document] = [{"secretRef": {"name": secret}}] if secret and scheme != "hf" else []
     if secret and scheme == "hf":
-        env.append(hub_token(secret, get_str(given, "secretKey") or "token"))
+        env.append(hub_token(secret, get_str(parameters, "secretKey") or "token"))
     return StorageLocation(uri, env=tuple(env), env_from=tuple(env_from))
 
 
@@ -74,17 +74,17 @@ def hub_token(secret: str, key: str = "token") -> dict[str, Any]:
     return {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _claim_location(rest: str, name: str, where: str, namespace: str) -> StorageLocation:
+def _claim_location(rest: str, name: str, spec_field: str, namespace: str) -> StorageLocation:
     claim, _, path = rest.partition("/")
-    of, colon, short = claim.partition(":")
-    if colon and of != namespace:
-        message = f"the claim is in namespace {of[:63]}, but pods mount only claims of their own namespace"
+    claim_namespace, colon, short = claim.partition(":")
+    if colon and claim_namespace != namespace:
+        message = f"the claim is in namespace {claim_namespace[:63]}, but pods mount only claims of their own namespace"
         fix = f"write pvc://CLAIM/PATH with a claim in {namespace}"
-        return StorageLocation(problems=(Problem(f"spec.{where}.storageUri", message, fix),))
+        return StorageLocation(problems=(Problem(f"spec.{spec_field}.storageUri", message, fix),))
     inside = path.strip("/")
     if ".." in inside.split("/"):
         return StorageLocation(
-            problems=(Problem(f"spec.{where}.storageUri", "the path has `..` in it", "write it without"),)
+            problems=(Problem(f"spec.{spec_field}.storageUri", "the path has `..` in it", "write it without"),)
         )
     volume = {"name": name, "persistentVolumeClaim": {"claimName": short or claim}}
     return _mounted_location(name, volume, inside)
@@ -99,8 +99,8 @@ def _mounted_location(name: str, volume: Document, inside: str) -> StorageLocati
 def unsupported(benchmark: Document) -> Iterator[Problem]:
     """Yield what `headrace bench` does not support in a valid BenchmarkJob."""
     spec, namespace = get_mapping(benchmark, "spec"), namespace_of(benchmark)
-    for where in ("outputLocation", "dataset"):
-        yield from storage_location(get_mapping(spec, where), where, namespace).problems
+    for spec_field in ("outputLocation", "dataset"):
+        yield from storage_location(get_mapping(spec, spec_field), spec_field, namespace).problems
     yield from _scenario_problems(spec)
     value = get_str(spec, "endpoint", "endpoint", "apiFormat")
     if value not in ("", "openai"):

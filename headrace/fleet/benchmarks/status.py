@@ -81,24 +81,24 @@ def _state(planned: BenchmarkPlan, job: Document | None, pods: Sequence[Document
     if job is None:
         return {"state": PENDING, "details": truncate(planned.waits or "its Job is being created")}
     status = get_mapping(job, "status")
-    begun = {"startTime": get_str(status, "startTime")} if get_str(status, "startTime") else {}
+    started = {"startTime": get_str(status, "startTime")} if get_str(status, "startTime") else {}
     state = job_state(job)
     if state == COMPLETED:
         details = f"results are in {results}"
-        return {"state": COMPLETED, **begun, "completionTime": _finish_time(job, "Complete"), "details": details}
+        return {"state": COMPLETED, **started, "completionTime": _finish_time(job, "Complete"), "details": details}
     if state == FAILED:
         return {
             "state": FAILED,
-            **begun,
+            **started,
             "completionTime": _finish_time(job, "Failed"),
             "failureMessage": truncate(_failure_message(job, pods)),
         }
     stuck = _stuck(pods)
     if stuck:
-        return {"state": PENDING, **begun, "details": truncate(stuck)}
+        return {"state": PENDING, **started, "details": truncate(stuck)}
     if any(get_str(pod, "status", "phase") == "Running" for pod in pods) or (not pods and get_int(status, "active")):
-        return {"state": RUNNING, **begun, "details": f"Job {name_of(job)} runs"}
-    return {"state": PENDING, **begun, "details": f"Job {name_of(job)} has no pod that runs yet"}
+        return {"state": RUNNING, **started, "details": f"Job {name_of(job)} runs"}
+    return {"state": PENDING, **started, "details": f"Job {name_of(job)} has no pod that runs yet"}
 
 
 def _finish_time(job: Document, kind: str) -> str:

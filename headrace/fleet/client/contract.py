@@ -145,8 +145,8 @@ def kinds_named(word: str) -> tuple[Kind, ...]:
         return kinds
     requested = word.lower().removesuffix(f".{GROUP}")
     names = [*SHOWN_KINDS, *_KIND_GROUPS, *(kind.plural for kind in KINDS)]
-    near = nearest(requested, names, 0.7)
-    meant = f"; did you mean {near}?" if near else ""
+    closest = nearest(requested, names, 0.7)
+    meant = f"; did you mean {closest}?" if closest else ""
     raise InvalidArgument(f"unknown kind {word[:64]!a}: use one of {', '.join(SHOWN_KINDS)}{meant}")
 
 

@@ -144,11 +144,11 @@ async def _users(fleet: Fleet, document: Document, unseen: list[str]) -> Sequenc
     return [service for service in services if _uses(service, "model" if kind in _MODELS else "runtime", kind, name)]
 
 
-def _uses(service: Document, what: str, kind: str, name: str) -> bool:
-    reference = get_mapping(service, "status", what)
+def _uses(service: Document, field: str, kind: str, name: str) -> bool:
+    reference = get_mapping(service, "status", field)
     if get_str(reference, "name"):
         return get_str(reference, "name") == name and get_str(reference, "kind") in ("", kind)
-    return get_str(service, "spec", what, "name") == name
+    return get_str(service, "spec", field, "name") == name
 
 
 def pod_json(pod: Document) -> dict[str, Any]:
@@ -257,13 +257,13 @@ def _model_steps(model: Document | None, commands: Commands) -> list[str]:
         return []
     command = f"headrace describe model {name_of(model)}{commands.flag}"
     if state == "Failed" or get_list(model, "status", "nodesFailed"):
-        why = get_str(model, "status", "message")
-        return [f"the model could not be downloaded to {why or 'a node'}; see {command}"]
+        reason = get_str(model, "status", "message")
+        return [f"the model could not be downloaded to {reason or 'a node'}; see {command}"]
     return [f"wait for the download of the model: {command} shows its progress"]
 
 
 def _no_pod_steps(service: Document, commands: Commands) -> list[str]:
     if get_str(condition_of(service, READY), "reason") == "ReconcileError":
-        return ["do what Ready says above: the API server refuses an object of the service"]
+        return ["follow the message of Ready above: the API server refuses an object of the service"]
     events = commands.events.format(namespace=namespace_of(service), service=name_of(service))
     return [f"no pod was created: {events} shows the reason, such as a quota"]

@@ -283,7 +283,7 @@ def _entry(value: str) -> Any:
 
 _APPLY_PATCH = "application/apply-patch+yaml"
 _TIMEOUT_SECONDS = 15.0
-"""Shorter than the operator's timeout: a person waits."""
+"""Shorter than the operator's timeout: a user is waiting."""
 
 
 class UserApiClient(ApiClient):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validate manifest files before they are applied, and order their documents.
 
-The rules are those of the operator, with the documents of the fleet and of the files. Nothing is sent while anything is
+The rules are those of the operator, with the documents of the fleet and of the files. Nothing is sent while there are
 problems, so that no file is applied partially.
 """
 
@@ -75,8 +75,8 @@ def validate(manifests: ManifestSet, facts: ClusterFacts | None) -> ManifestSet:
 
 def with_documents(facts: ClusterFacts, documents: Iterable[Document]) -> ClusterFacts:
     """Return the facts as they are once these documents are applied."""
-    there = [*facts.runtimes, *facts.models, *facts.weights, *facts.accelerators]
-    merged = {_key(document): document for document in [*there, *documents]}
+    existing = [*facts.runtimes, *facts.models, *facts.weights, *facts.accelerators]
+    merged = {_key(document): document for document in [*existing, *documents]}
     return replace(cluster_facts(merged.values(), facts.settings), capabilities=facts.capabilities)
 
 

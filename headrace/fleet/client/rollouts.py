@@ -73,8 +73,8 @@ class ComponentRollout:
         if self.rollout is not None and self.rollout.phase == ROLLED_BACK and self.two:
             return "rolled back"
         if self.rollout is not None and self.steps and not self.rollout.over:
-            at = f"step {self.rollout.step + 1} of {len(self.steps)} at {self.new_percent}%"
-            return f"{at}, paused" if self.paused else at
+            position = f"step {self.rollout.step + 1} of {len(self.steps)} at {self.new_percent}%"
+            return f"{position}, paused" if self.paused else position
         if self.two:
             return (
                 "undone"
@@ -168,8 +168,8 @@ def history_rows(service: Document) -> list[HistoryRow]:
     rows = []
     for index, revision in enumerate(revisions):
         before = revisions[index - 1] if index else None
-        left = len(revisions) - 1 - index
-        state = states if not left else "serves the rest" if left == 1 and two else ""
+        newer = len(revisions) - 1 - index
+        state = states if not newer else "serves the rest" if newer == 1 and two else ""
         change = changes(before.spec, revision.spec) if before is not None else ""
         rows.append(HistoryRow(revision.number, revision.time, _model_of(revision.spec), change, state))
     return rows
@@ -183,14 +183,14 @@ def target_revision(service: Document, to_revision: int = 0) -> Revision:
     current = revised_spec(service)
     others = [revision for revision in read_history(service) if revision.spec != current]
     if to_revision:
-        chosen = [revision for revision in others if revision.number == to_revision]
-        if not chosen:
-            known = ", ".join(str(revision.number) for revision in others) or "none"
+        matches = [revision for revision in others if revision.number == to_revision]
+        if not matches:
+            numbers = ", ".join(str(revision.number) for revision in others) or "none"
             raise FailedPrecondition(
-                f"{name_of(service)} has no other revision {to_revision}: there are {known}; see "
+                f"{name_of(service)} has no other revision {to_revision}: there are {numbers}; see "
                 f"`headrace rollout history {name_of(service)}`"
             )
-        return chosen[0]
+        return matches[0]
     if not others:
         raise FailedPrecondition(
             f"{name_of(service)} has no earlier revision to return to: apply its earlier file instead"
@@ -271,8 +271,8 @@ def _selected(service: Document, component: str) -> list[ComponentRollout]:
     if not component:
         return rollouts
     if component not in (rollout.component for rollout in rollouts):
-        there = ", ".join(rollout.component for rollout in rollouts) or "none yet"
-        raise InvalidArgument(f"{name_of(service)} has no component {component}: there are {there}")
+        components = ", ".join(rollout.component for rollout in rollouts) or "none yet"
+        raise InvalidArgument(f"{name_of(service)} has no component {component}: there are {components}")
     return [rollout for rollout in rollouts if rollout.component == component]
 
 

@@ -106,8 +106,8 @@ def _formats(document: Document, _: datetime) -> str:
 
 
 def _sizes(document: Document, _: datetime) -> str:
-    least, most = (get_str(document, "spec", "modelSizeRange", name) for name in ("min", "max"))
-    return f"{least}-{most}" if least or most else ""
+    minimum, maximum = (get_str(document, "spec", "modelSizeRange", name) for name in ("min", "max"))
+    return f"{minimum}-{maximum}" if minimum or maximum else ""
 
 
 def _image(document: Document, _: datetime) -> str:
@@ -123,8 +123,8 @@ def _image(document: Document, _: datetime) -> str:
 
 
 def _endpoint(document: Document, _: datetime) -> str:
-    where = get_mapping(document, "spec", "endpoint")
-    return get_str(where, "inferenceService", "name") or get_str(where, "endpoint", "url")
+    endpoint = get_mapping(document, "spec", "endpoint")
+    return get_str(endpoint, "inferenceService", "name") or get_str(endpoint, "endpoint", "url")
 
 
 def _memory(document: Document, _: datetime) -> str:

@@ -28,10 +28,10 @@ OwnFronts = Callable[[], Iterable[tuple[Key, Document]]]
 
 
 class ActivatorPods:
-    """Watches the activator's pods in the operator's namespace: no others, whatever labels they have."""
+    """Watches the activator's pods, in the operator's namespace only: pods elsewhere may have the same labels."""
 
     def __init__(self, api: ApiClient, namespace: str, on_change: Callable[[bool], None]) -> None:
-        """on_change: called with whether there was no ready pod before, or is none now."""
+        """on_change: called with True if the first ready pod appeared or the last one disappeared."""
         self._namespace = namespace
         self._on_change = on_change
         self._reserved: dict[Key, int] = {}

@@ -42,7 +42,7 @@ _ObjectId = tuple[str, str, str]
 
 
 class ServerErrors:
-    """Tells an error of the API server that passes from one that comes again: only the latter belongs in a status.
+    """Distinguishes temporary errors of the API server from persistent ones: only the latter belong in a status.
 
     An API server also answers 500 where it refuses an object, for example one with a field that it does not know.
     """
@@ -63,7 +63,7 @@ class ServerErrors:
         return True
 
     def succeeded(self, document: Document) -> None:
-        """Forget the last error of an object."""
+        """Clear the last error of an object."""
         self._failed.discard((kind_of(document), get_str(document, "metadata", "namespace"), name_of(document)))
 
 
@@ -120,45 +120,45 @@ class Applier:
         log.warning("cannot %s %s %s of %s: %s", verb, kind_of(document), name_of(document), name_of(service), error)
         return refusal_problem(document, error, "" if verb == "apply" else f" to {verb}")
 
-    async def _one(self, service: Document, wanted: Document, live: Document | None) -> Problem | None:
-        resource = child_resource(wanted)
+    async def _one(self, service: Document, planned: Document, live: Document | None) -> Problem | None:
+        resource = child_resource(planned)
         served = self._view.served(resource) if resource is not None else None
         if resource is None or served is None:
-            message = f"this cluster has no {kind_of(wanted)} of {get_str(wanted, 'apiVersion')}"
+            message = f"this cluster has no {kind_of(planned)} of {get_str(planned, 'apiVersion')}"
             return Problem("", message, "install it, or change the service so that it needs none")
         if live is None:
             # An object that has lost its label, or was just created, is not in the cache.
-            live = await self._api.get(served, get_str(wanted, "metadata", "namespace"), name_of(wanted))
+            live = await self._api.get(served, get_str(planned, "metadata", "namespace"), name_of(planned))
             if live is not None and controller_uid(live) != get_str(service, "metadata", "uid"):
-                return _name_taken(wanted)
-        if live is not None and (self._as_wanted(wanted, live) or _rollout_disabled(service, wanted, live)):
+                return _name_taken(planned)
+        if live is not None and (self._as_wanted(planned, live) or _rollout_disabled(service, planned, live)):
             return None
-        await self._send(resource, served, wanted)
+        await self._send(resource, served, planned)
         return None
 
-    def _as_wanted(self, wanted: Document, live: Document) -> bool:
-        if self._settled.get(get_str(live, "metadata", "uid")) == (digest(wanted), digest(live)):
+    def _as_wanted(self, planned: Document, live: Document) -> bool:
+        if self._settled.get(get_str(live, "metadata", "uid")) == (digest(planned), digest(live)):
             return True
-        return not differs(wanted, live)
+        return not differs(planned, live)
 
-    async def _send(self, resource: Resource, served: ServedResource, wanted: Document) -> None:
+    async def _send(self, resource: Resource, served: ServedResource, planned: Document) -> None:
         fault_point("fleet.cluster.apply")
-        applied = await self._api.apply(served, wanted)
+        applied = await self._api.apply(served, planned)
         applied = {"apiVersion": served.api_version, "kind": resource.kind, **applied}
         self._view.put(resource, applied)
-        if differs(wanted, applied):
+        if differs(planned, applied):
             if len(self._settled) >= _MAX_SETTLED:
                 self._settled.clear()
-            self._settled[get_str(applied, "metadata", "uid")] = digest(wanted), digest(applied)
+            self._settled[get_str(applied, "metadata", "uid")] = digest(planned), digest(applied)
 
     async def _prune(
-        self, service: Document, live: Mapping[_ObjectId, Document], wanted: set[_ObjectId]
+        self, service: Document, live: Mapping[_ObjectId, Document], planned: set[_ObjectId]
     ) -> list[Problem]:
         problems = []
         for name, item in live.items():
             resource = child_resource(item)
             served = self._view.served(resource) if resource is not None else None
-            if name in wanted or served is None or get_str(item, "metadata", "deletionTimestamp"):
+            if name in planned or served is None or get_str(item, "metadata", "deletionTimestamp"):
                 continue
             log.info("deleting %s %s/%s: no longer planned", name[1], get_str(item, "metadata", "namespace"), name[2])
             try:
@@ -175,17 +175,17 @@ def _object_id(document: Document) -> _ObjectId:
     return group_of(document), kind_of(document), name_of(document)
 
 
-def _rollout_disabled(service: Document, wanted: Document, live: Document) -> bool:
+def _rollout_disabled(service: Document, planned: Document, live: Document) -> bool:
     """Whether pods stay as they are: the service disables automatic updates, and it has not changed itself."""
     if annotations_of(service).get(NO_ROLLOUT) != "true":
         return False
     observed, generation = get_int(service, "status", "observedGeneration"), get_int(service, "metadata", "generation")
-    old, new = labels_of(live).get(REVISION_LABEL), labels_of(wanted).get(REVISION_LABEL)
+    old, new = labels_of(live).get(REVISION_LABEL), labels_of(planned).get(REVISION_LABEL)
     return observed == generation and old is not None and old != new
 
 
-def _name_taken(wanted: Document) -> Problem:
-    kind, name = kind_of(wanted), name_of(wanted)
+def _name_taken(planned: Document) -> Problem:
+    kind, name = kind_of(planned), name_of(planned)
     message = f"a {kind} {name} exists and does not belong to this service"
     return Problem("metadata.name", message, f"give the service another name, or delete that {kind}")
 

@@ -74,11 +74,11 @@ class BenchmarkReconciler:
         await self._write_status(benchmark, BenchmarkPlan(problems=(problem,) if problem is not None else ()), job, ())
         return problem is None
 
-    async def _create(self, benchmark: Document, wanted: Document) -> tuple[Problem | None, Document | None]:
+    async def _create(self, benchmark: Document, planned: Document) -> tuple[Problem | None, Document | None]:
         served = self._view.served(JOBS)
         if served is None:
             return Problem("", "this cluster has no Jobs", "enable the API group batch/v1"), None
-        namespace, name = get_str(wanted, "metadata", "namespace"), name_of(wanted)
+        namespace, name = get_str(planned, "metadata", "namespace"), name_of(planned)
         live = await self._api.get(served, namespace, name)
         if live is not None and controller_uid(live) != get_str(benchmark, "metadata", "uid"):
             message = f"a Job {name} exists and does not belong to this benchmark"
@@ -86,12 +86,12 @@ class BenchmarkReconciler:
         if live is not None:
             return None, live  # just created, and not in the cache yet
         try:
-            applied = await self._api.apply(served, wanted)
+            applied = await self._api.apply(served, planned)
         except ApiError as error:
-            if self._errors.is_temporary(wanted, error):
+            if self._errors.is_temporary(planned, error):
                 raise
-            return refusal_problem(wanted, error), None
-        self._errors.succeeded(wanted)
+            return refusal_problem(planned, error), None
+        self._errors.succeeded(planned)
         self._view.put(JOBS, applied)
         return None, applied
 

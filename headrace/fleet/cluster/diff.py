@@ -25,9 +25,9 @@ _UNITS = {"n": "1e-9", "u": "1e-6", "m": "1e-3", "k": "1e3", "M": "1e6", "G": "1
 _UNITS |= {f"{name}i": str(1024**power) for power, name in enumerate(("K", "M", "G", "T", "P", "E"), 1)} | {"E": "1e18"}
 
 
-def differs(wanted: Document, live: Document) -> bool:
-    """Whether an apply of `wanted` would change `live`."""
-    body = {name: value for name, value in wanted.items() if name not in ("apiVersion", "kind")}
+def differs(desired: Document, live: Document) -> bool:
+    """Whether an apply of `desired` would change `live`."""
+    body = {name: value for name, value in desired.items() if name not in ("apiVersion", "kind")}
     owned = _managed_fields(live)
     if owned is None or not contains(live, body):
         return True
@@ -43,44 +43,46 @@ def digest(document: Document) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def contains(live: Any, wanted: Any, *, quantities: bool = False) -> bool:
+def contains(live: Any, desired: Any, *, quantities: bool = False) -> bool:
     """Whether the live value contains the wanted one. Empty, false and zero values may be absent.
 
     quantities: `1000m` equals `1`.
     """
     if live is None:
-        return _is_empty(wanted)
-    if isinstance(wanted, Mapping):
+        return _is_empty(desired)
+    if isinstance(desired, Mapping):
         return isinstance(live, Mapping) and all(
             contains(live.get(name), value, quantities=quantities or name in _QUANTITY_FIELDS)
-            for name, value in wanted.items()
+            for name, value in desired.items()
         )
-    if isinstance(wanted, list | tuple):
-        return isinstance(live, list) and _contains_items(live, wanted, quantities)
-    return _same(live, wanted, quantities)
+    if isinstance(desired, list | tuple):
+        return isinstance(live, list) and _contains_items(live, desired, quantities)
+    return _same(live, desired, quantities)
 
 
-def _contains_items(live: Sequence[Any], wanted: Sequence[Any], quantities: bool) -> bool:
-    keyed = wanted and all(isinstance(item, Mapping) for item in (*wanted, *live))
-    key = next((name for name in _ITEM_KEYS if _is_unique(name, wanted)), None) if keyed else None
+def _contains_items(live: Sequence[Any], desired: Sequence[Any], quantities: bool) -> bool:
+    keyed = desired and all(isinstance(item, Mapping) for item in (*desired, *live))
+    key = next((name for name in _ITEM_KEYS if _is_unique(name, desired)), None) if keyed else None
     if key is None:
-        pairs = zip(live, wanted, strict=False)
-        return len(live) == len(wanted) and all(contains(one, other, quantities=quantities) for one, other in pairs)
+        pairs = zip(live, desired, strict=False)
+        return len(live) == len(desired) and all(
+            contains(live_item, desired_item, quantities=quantities) for live_item, desired_item in pairs
+        )
     items = {item.get(key): item for item in live}
-    return all(contains(items.get(item[key]), item, quantities=quantities) for item in wanted)
+    return all(contains(items.get(item[key]), item, quantities=quantities) for item in desired)
 
 
-def _is_unique(name: str, wanted: Sequence[Any]) -> bool:
-    values = [item.get(name) for item in wanted]
+def _is_unique(name: str, desired: Sequence[Any]) -> bool:
+    values = [item.get(name) for item in desired]
     return all(isinstance(value, str | int) for value in values) and len(set(values)) == len(values)
 
 
-def _same(live: Any, wanted: Any, quantities: bool) -> bool:
-    if live == wanted and isinstance(live, bool) == isinstance(wanted, bool):
+def _same(live: Any, desired: Any, quantities: bool) -> bool:
+    if live == desired and isinstance(live, bool) == isinstance(desired, bool):
         return True
-    if not quantities or isinstance(live, Mapping | list | bool) or isinstance(wanted, bool):
+    if not quantities or isinstance(live, Mapping | list | bool) or isinstance(desired, bool):
         return False
-    first, second = quantity(live), quantity(wanted)
+    first, second = quantity(live), quantity(desired)
     return first is not None and first == second
 
 
@@ -95,10 +97,10 @@ def quantity(value: Any) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-def _is_empty(wanted: Any) -> bool:
-    if isinstance(wanted, Mapping):
-        return all(_is_empty(value) for value in wanted.values())
-    return wanted is None or wanted is False or wanted in ("", 0, [], ())
+def _is_empty(desired: Any) -> bool:
+    if isinstance(desired, Mapping):
+        return all(_is_empty(value) for value in desired.values())
+    return desired is None or desired is False or desired in ("", 0, [], ())
 
 
 def _managed_fields(live: Document) -> Document | None:
@@ -109,9 +111,9 @@ def _managed_fields(live: Document) -> Document | None:
     return None
 
 
-def _lost_fields(owned: Document, wanted: Any) -> Iterator[str]:
+def _lost_fields(owned: Document, desired: Any) -> Iterator[str]:
     """Yield wanted fields that another manager has taken over."""
-    for name, value in wanted.items() if isinstance(wanted, Mapping) else ():
+    for name, value in desired.items() if isinstance(desired, Mapping) else ():
         if _is_empty(value) or name in ("name", "namespace", "apiVersion", "kind"):
             continue  # empty fields are not stored, and names have no manager
         below = owned.get(f"f:{name}")
@@ -126,28 +128,28 @@ def _lost_fields(owned: Document, wanted: Any) -> Iterator[str]:
                     yield from _lost_fields(item, _item(value, json.loads(step[2:])))
 
 
-def _unwanted_fields(owned: Document, wanted: Any) -> Iterator[str]:
+def _unwanted_fields(owned: Document, desired: Any) -> Iterator[str]:
     """Yield managed fields that are no longer wanted."""
     for step, below in owned.items():
         kind, _, name = step.partition(":")
         if kind == "f":
-            if not isinstance(wanted, Mapping) or wanted.get(name) is None:
+            if not isinstance(desired, Mapping) or desired.get(name) is None:
                 # An empty mapping that was sent is managed; a null is not.
                 yield name
             elif below:
-                yield from _unwanted_fields(below, wanted[name])
+                yield from _unwanted_fields(below, desired[name])
         elif kind == "k":
-            item = _item(wanted, json.loads(name))
+            item = _item(desired, json.loads(name))
             if item is None:
                 yield name
             else:
                 yield from _unwanted_fields(below, item)
-        elif kind == "v" and (not isinstance(wanted, list | tuple) or json.loads(name) not in wanted):
+        elif kind == "v" and (not isinstance(desired, list | tuple) or json.loads(name) not in desired):
             yield name
 
 
-def _item(wanted: Any, key: Mapping[str, Any]) -> Any:
-    for item in wanted if isinstance(wanted, list | tuple) else ():
+def _item(desired: Any, key: Mapping[str, Any]) -> Any:
+    for item in desired if isinstance(desired, list | tuple) else ():
         if isinstance(item, Mapping) and all(item.get(name, value) == value for name, value in key.items()):
             return item
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record Kubernetes Events, which `kubectl describe` shows below a service. A lost event is no failure.
+"""Record Kubernetes Events, which `kubectl describe` shows below a service. Losing one is not an error.
 
 A repeated event is counted, as the kubelet counts its own.
 """

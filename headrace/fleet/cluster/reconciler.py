@@ -125,7 +125,7 @@ class Reconciler:
         try:
             return plan(service, self._view.facts, live, self._view.activator_for(service), split_applied)
         except Exception:
-            # A bug of ours: report it at this service, and go on with the others.
+            # A bug in Headrace: report it in this service's status, and continue with the others.
             log.exception("cannot plan %s/%s", get_str(service, "metadata", "namespace"), name_of(service))
             return Problem("", "the operator failed to plan this service", "see its log, and report the error")
 
@@ -162,7 +162,7 @@ def _condition(status: Document, kind: str) -> Document:
 
 
 APPLIED_SECONDS = 1.0
-"""Interval between two looks at whether the front routers have applied their shares."""
+"""Interval of checks whether the front routers have applied their shares."""
 UNCONFIRMED_SECONDS = 30.0
 """Front routers that have not confirmed their shares by then are taken to have applied them: a rollout never hangs."""
 STEP_SECONDS = 5.0
@@ -206,7 +206,9 @@ class RolloutStepper:
         queried, stats = self._stats.get(uid, (None, None))
         if queried is None or stats is None or (now - queried).total_seconds() >= _FRESH_SHARE * STEP_SECONDS:
             stats = await self._router_stats(plan, pods)
-            for old in [key for key, (at, _) in self._stats.items() if (now - at).total_seconds() > _EXPIRE_SECONDS]:
+            for old in [
+                key for key, (read_at, _) in self._stats.items() if (now - read_at).total_seconds() > _EXPIRE_SECONDS
+            ]:
                 del self._stats[old]  # most likely of a service that was deleted during its rollout
             self._stats[uid] = (now, stats)
         return advance_rollouts(service, plan, stats, now)
@@ -214,7 +216,7 @@ class RolloutStepper:
     async def is_split_applied(self, service: Document, live: Mapping[str, Document], pods: Iterable[Document]) -> bool:
         """Whether all ready front routers run with the configuration of their ConfigMap.
 
-        They are asked only where that matters: while there are pods that are to get no more requests.
+        They are polled only while there are pods that must get no more requests.
         """
         uid = get_str(service, "metadata", "uid")
         config_map = next((item for key, item in live.items() if _is_front_config(key, item)), None)

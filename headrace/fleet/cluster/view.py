@@ -91,7 +91,7 @@ class ClusterView:
             except ApiError as error:
                 if error.code >= 500:
                     raise
-                self._version = (0, 0)  # not allowed to know
+                self._version = (0, 0)  # no permission to read it
         if self._activator_task is None:
             self._activator_task = asyncio.create_task(self._activator.informer.run(), name="informer activator")
         kinds = [SERVICES, *FACTS, *CHILDREN, PODS, *BENCHMARK_RESOURCES]
@@ -99,8 +99,8 @@ class ClusterView:
         for resource in self._informers:
             self._missed[resource] = 0 if resource in served else self._missed.get(resource, 0) + 1
         # An API server that has just started does not list custom resources yet: do not replan services for that.
-        gone = [resource for resource in self._informers if self._missed[resource] >= _MAX_MISSES]
-        for resource in gone:
+        removed = [resource for resource in self._informers if self._missed[resource] >= _MAX_MISSES]
+        for resource in removed:
             log.info("the cluster no longer serves %s", resource.plural)
             self._tasks.pop(resource).cancel()
             del self._informers[resource]
@@ -108,9 +108,9 @@ class ClusterView:
         for resource in fresh:
             self._informers[resource] = informer = self._informer(served[resource])
             self._tasks[resource] = asyncio.create_task(informer.run(), name=f"informer {resource.plural}")
-        if gone or fresh:
+        if removed or fresh:
             self._facts = None
-        return bool(gone or fresh)
+        return bool(removed or fresh)
 
     async def wait_synced(self) -> None:
         """Return when all informers are synced."""
@@ -307,7 +307,7 @@ def _same_content(before: Document, after: Document) -> bool:
 
 
 def _may_use(service: Document, fact: Document) -> bool:
-    """Whether a change of a fact may concern a service. A false yes does no harm."""
+    """Whether a change of a fact may concern a service. A false positive does no harm."""
     kind, namespace = kind_of(fact), get_str(fact, "metadata", "namespace")
     if kind in _USED_BY_ALL:
         return True

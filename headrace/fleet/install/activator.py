@@ -51,7 +51,7 @@ def activator_budget(settings: ManifestSettings) -> Document:
 
 
 def activator_deployment(settings: ManifestSettings) -> Document:
-    """Return the Deployment. Its replicas need not know of each other: none of them scales anything to zero."""
+    """Return the Deployment. Its replicas need no coordination: none of them scales anything to zero."""
     pod = {
         "serviceAccountName": ACTIVATOR,
         **pull_secrets(settings),

@@ -27,7 +27,7 @@ def network_policy_objects(settings: ManifestSettings) -> list[Document]:
 
 
 def operator_policy(settings: ManifestSettings) -> Document:
-    """Return the operator's policy. The API server, which calls the webhooks, is no pod: no selector can name it."""
+    """Return the operator's policy. The API server, which calls the webhooks, is not a pod, so no selector matches it."""
     webhooks: list[Rule] = [{"ports": [_port(hooks.PORT)]}] if settings.has("webhook") else []
     return _policy(settings, OPERATOR, [_metrics(settings), *webhooks])
 

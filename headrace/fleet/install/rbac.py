@@ -100,17 +100,17 @@ def agent_namespace_rules(settings: ManifestSettings) -> list[Rule]:
 
 def secrets_role(program: str) -> Document:
     """Return an unbound ClusterRole to read Secrets, to be bound in the namespaces of models with credentials."""
-    named = {"name": f"{program}-secrets", "labels": program_labels(program)}
+    metadata = {"name": f"{program}-secrets", "labels": program_labels(program)}
     rules = [_rule("", ["secrets"], ["get"])]
-    return {"apiVersion": f"{_RBAC}/v1", "kind": "ClusterRole", "metadata": named, "rules": rules}
+    return {"apiVersion": f"{_RBAC}/v1", "kind": "ClusterRole", "metadata": metadata, "rules": rules}
 
 
 def bind_cluster_role(
     settings: ManifestSettings, program: str, rules: Sequence[Rule], *, name: str = ""
 ) -> list[Document]:
     """Return a ClusterRole and its binding to the program's ServiceAccount."""
-    named = {"name": name or program, "labels": program_labels(program)}
-    return _role_and_binding("ClusterRole", named, settings, program, rules)
+    metadata = {"name": name or program, "labels": program_labels(program)}
+    return _role_and_binding("ClusterRole", metadata, settings, program, rules)
 
 
 def bind_role(settings: ManifestSettings, program: str, rules: Sequence[Rule], *, name: str = "") -> list[Document]:
@@ -119,14 +119,14 @@ def bind_role(settings: ManifestSettings, program: str, rules: Sequence[Rule], *
 
 
 def _role_and_binding(
-    kind: str, named: Mapping[str, Any], settings: ManifestSettings, program: str, rules: Sequence[Rule]
+    kind: str, metadata: Mapping[str, Any], settings: ManifestSettings, program: str, rules: Sequence[Rule]
 ) -> list[Document]:
-    role = {"apiVersion": f"{_RBAC}/v1", "kind": kind, "metadata": named, "rules": list(rules)}
+    role = {"apiVersion": f"{_RBAC}/v1", "kind": kind, "metadata": metadata, "rules": list(rules)}
     binding = {
         "apiVersion": f"{_RBAC}/v1",
         "kind": f"{kind}Binding",
-        "metadata": named,
-        "roleRef": {"apiGroup": _RBAC, "kind": kind, "name": named["name"]},
+        "metadata": metadata,
+        "roleRef": {"apiGroup": _RBAC, "kind": kind, "name": metadata["name"]},
         "subjects": [{"kind": "ServiceAccount", "name": program, "namespace": settings.namespace}],
     }
     return [role, binding]

@@ -87,13 +87,13 @@ class LocalFleet:
 
     async def watch(self, kind: Kind, namespace: str = "", selector: str = "") -> AsyncIterator[tuple[str, Document]]:
         """Yield changes of documents; polls the daemon."""
-        known: dict[tuple[str, str], Document] = {}
+        seen: dict[tuple[str, str], Document] = {}
         while True:
             current = {object_key(document): document for document in await self.list(kind, namespace, selector)}
-            for key in [document for document in known if document not in current]:
-                yield "DELETED", known.pop(key)
+            for key in [document for document in seen if document not in current]:
+                yield "DELETED", seen.pop(key)
             for key, document in current.items():
-                before, known[key] = known.get(key), document
+                before, seen[key] = seen.get(key), document
                 if before is None or resource_version(before) != resource_version(document):
                     yield "ADDED" if before is None else "MODIFIED", document
             await asyncio.sleep(_POLL_SECONDS)

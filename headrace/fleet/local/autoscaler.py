@@ -252,7 +252,7 @@ class Autoscaler:
         return next(workloads, None)
 
     def _clear_failures(self, key: tuple[Service, str]) -> None:
-        """Clear the failures of a workload."""
+        """Reset the failure count of a workload."""
         scaler, condition = self._scalers[key], self._conditions.get(key)
         scaler.failures = 0
         if condition is not None and not condition.active:
@@ -281,7 +281,7 @@ def _poll_seconds(scaler: WorkloadScaler) -> float:
 
 @dataclass(frozen=True)
 class ScaleDecision:
-    """A new number of replicas, and why."""
+    """A new number of replicas and the reason."""
 
     replicas: int
     message: str
@@ -355,7 +355,7 @@ class WorkloadScaler:
             return ScaleDecision(by_latency.replicas, message)
         spec = self.target.spec
         if self._desired != desired and (self._desired is not None or desired > spec.min_replicas):
-            # A user or an earlier daemon set it: keep it until the window has samples.
+            # A user or an earlier daemon set the replicas: keep them until the window has samples.
             self._panic = PanicState(now + spec.windows.stable_seconds, desired)
         self._desired = desired
         decision = decide_replicas(self._current_samples, now, spec, ready, self._panic, desired)

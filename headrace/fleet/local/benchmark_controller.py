@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller of BenchmarkJobs: each becomes a Job, a process that runs once (`jobs`).
 
-As in a cluster, each edit of a BenchmarkJob is run once, and not repeated; its status says what it waits for, how it runs
-and how it ended.
+As in a cluster, each edit of a BenchmarkJob is run once, and not repeated; its status has what it waits for, its state and
+its result.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BenchmarkController:
                 try:
                     self._reconcile(key)
                 except Exception:
-                    # A bug. It must not affect the others.
+                    # A bug in Headrace. It must not affect the other benchmarks.
                     log.exception("Cannot reconcile BenchmarkJob %s/%s", *key)
 
     async def remove_all(self) -> None:

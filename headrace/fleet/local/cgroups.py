@@ -73,7 +73,7 @@ class Cgroup:
         return False
 
     def lower_priority(self) -> str:
-        """Let its processes run after those of other groups. Return its weight; "" if that is impossible."""
+        """Lower its CPU priority below that of other groups. Return its weight; "" if that is impossible."""
         for file in self._weights():
             with contextlib.suppress(OSError):
                 weight = file.read_text().strip()
@@ -172,11 +172,11 @@ def _files(limits: ResourceLimits, unified: frozenset[str]) -> dict[str, list[tu
     return files
 
 
-def find_cgroups(mounts: Path = Path("/proc/self/mounts"), own: Path = Path("/proc/self/cgroup")) -> Cgroups:
+def find_cgroups(mounts: Path = Path("/proc/self/mounts"), own_group: Path = Path("/proc/self/cgroup")) -> Cgroups:
     """Return the control groups that this process may use; empty if there are none."""
     try:
         lines = [line.split(" ") for line in mounts.read_text().splitlines()]
-        mine = [line.split(":", 2) for line in own.read_text().splitlines()]
+        mine = [line.split(":", 2) for line in own_group.read_text().splitlines()]
     except OSError:
         return Cgroups({})
     paths = {name: path for _, names, path in (entry for entry in mine if len(entry) == 3) for name in names.split(",")}
@@ -203,10 +203,10 @@ def _own_group(mount: Path, path: str) -> Path:
 
 def _find_delegated(mount: Path, path: str) -> tuple[Path, frozenset[str]]:
     """Return the nearest folder whose groups may have limits, and the controllers."""
-    own = _own_group(mount, path)
-    for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
+    own_group = _own_group(mount, path)
+    for folder in (own_group, *(parent for parent in own_group.parents if parent.is_relative_to(mount))):
         controllers = _enable_controllers(folder)
-        if not controllers and folder == own != mount and _is_alone(folder):
+        if not controllers and folder == own_group != mount and _is_alone(folder):
             # A group with processes may not have children with limits: this process moves to a child group.
             with contextlib.suppress(OSError):
                 (folder / _OWN_LEAF).mkdir(exist_ok=True)

@@ -55,7 +55,7 @@ _RETRY_DOUBLINGS = 5
 
 
 class PodInterface(Protocol):
-    """What a container needs of its pod."""
+    """The interface of a pod that a container uses."""
 
     @property
     def system(self) -> System:
@@ -128,7 +128,7 @@ class Container:
 
     @property
     def running(self) -> RunningContainer | None:
-        """What runs for it now."""
+        """The current run of the container; None while it does not run."""
         return self._running
 
     async def wait_started(self) -> None:
@@ -176,7 +176,7 @@ class Container:
     async def run(self) -> None:
         """Keep it running until it has ended for good."""
         failures = 0
-        if self._running is None and self.state.started_at:  # it ended while no daemon ran
+        if self._running is None and self.state.started_at:  # the container ended while no daemon ran
             self._record_end(ExitStatus(None), last_lines(self.folder / LOG, _TAIL_LINES, _TAIL_BYTES))
             self._pod.container_ended(self)
             self.state.restarts += not self.state.ended
@@ -226,7 +226,7 @@ class Container:
         return None
 
     async def _watch(self, running: RunningContainer) -> bool:
-        """Wait until it ends, fails a probe, or `restart` is called; return whether it was the latter."""
+        """Wait until it ends, fails a probe, or `restart` is called; return whether a restart was requested."""
         ended = asyncio.ensure_future(running.wait())
         probing = asyncio.ensure_future(self._probe())
         restarted = asyncio.ensure_future(self._restart_requested.wait())

@@ -96,10 +96,10 @@ def build_command(context: CommandContext, container: Document | None = None) ->
     if is_headrace and command[:1] == ["headrace"]:
         command, arguments = [], [*command[1:], *arguments]
     is_headrace = is_headrace and not command
-    given = [*command, *arguments]
-    if is_headrace and given[:1] == ["router"]:
-        given = replace_selectors(given, _service_name(context.pod), get_str(context.pod, "metadata", "namespace"))
-    localized = _localize(given, context)
+    args = [*command, *arguments]
+    if is_headrace and args[:1] == ["router"]:
+        args = replace_selectors(args, _service_name(context.pod), get_str(context.pod, "metadata", "namespace"))
+    localized = _localize(args, context)
     if is_headrace and localized[:1] == ["serve"]:
         localized += _serve_port_args(localized, context)
     environment = {name: _localize_value(value, context) for name, value in variables.items()}
@@ -234,8 +234,8 @@ def _find(context: CommandContext, kind: str, reference: Document) -> Document |
 def _data(document: Document | None) -> dict[str, str]:
     return {
         name: value
-        for place in ("data", "stringData")
-        for name, value in get_mapping(document, place).items()
+        for field in ("data", "stringData")
+        for name, value in get_mapping(document, field).items()
         if isinstance(value, str)
     }
 

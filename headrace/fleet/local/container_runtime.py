@@ -39,7 +39,7 @@ class ResourceLimits:
     cores: float | None = None
     """Maximum CPU cores."""
     share: float | None = None
-    """Cores that it gets when other containers want them too."""
+    """Guaranteed cores under contention."""
     tasks: int | None = None
     """Maximum processes and threads."""
 
@@ -48,7 +48,7 @@ class ResourceLimits:
 
 
 def resource_limits(container: Document, max_tasks: int = 0) -> ResourceLimits:
-    """Return the limits of a container's `resources`; unreadable quantities are ignored. `max_tasks`: 0 for no limit."""
+    """Return the limits of a container's `resources`; invalid quantities are ignored. `max_tasks`: 0 for no limit."""
     limits, requests = get_mapping(container, "resources", "limits"), get_mapping(container, "resources", "requests")
     memory, cores = parse_quantity(limits.get("memory")), parse_quantity(limits.get("cpu"))
     share = parse_quantity(requests.get("cpu")) or cores
@@ -102,7 +102,7 @@ class ContainerSpec:
     document: Mapping[str, object] = field(default_factory=dict)
     """The container in the pod's manifest, for what only images have: the user, the working directory."""
     low_priority: bool = False
-    """Whether other containers get the CPU first until this one is ready."""
+    """Whether this container has a lower CPU priority until it is ready."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class RunningContainer(Protocol):
 
 
 class ContainerRuntime(Protocol):
-    """One way to run containers."""
+    """A container runtime."""
 
     runs_images: bool
     """Whether containers have a file system of their own: then folders are mounted, and paths stay unchanged."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller of InferenceServices: plans them, and reconciles their pods, routers and status.
 
-A reconciliation never waits: pods and routers are tasks that trigger another one when they change. It remembers nothing that
-the next one needs, so the daemon may be killed at any moment.
+A reconciliation never blocks: pods and routers are tasks that trigger another one when they change. It remembers nothing
+that the next one needs, so the daemon may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Controller:
         self._used: dict[str, tuple[float, ResourceUsage]] = {}
         """The last usage of each pod that a client asked for, and when."""
         self._ready: dict[Service, set[str]] = {}
-        """Pods that were ready at the last update: only to be quick."""
+        """Pods that were ready at the last update: a cache."""
         self._rollouts = RolloutMonitor(store, routers, self.enqueue)
         self._queue: set[Service] = set()
         self._queued = asyncio.Event()
@@ -202,9 +202,9 @@ class Controller:
             self._objects.scale(service, workloads[0], desired)
         document = self._store.get(SERVICE, *service)
         if document is not None and desired != before:
-            why = reason[:_MAX_REASON] or "requested by a user"
+            shown_reason = reason[:_MAX_REASON] or "requested by a user"
             name = labels_of(workloads[0]).get(COMPONENT_LABEL) or name_of(workloads[0])
-            self._events.record(document, "Normal", "Scaled", f"{name}: {before} -> {desired} replicas: {why}")
+            self._events.record(document, "Normal", "Scaled", f"{name}: {before} -> {desired} replicas: {shown_reason}")
         if document is not None and not get_str(document, "metadata", "deletionTimestamp"):
             # At once: a request may wait for the replica.
             self._workloads.reconcile(service, document)
@@ -260,7 +260,7 @@ class Controller:
         raise NotFound(f"{service[1]} has no {component} that runs")
 
     def record_cold_start(self, key: Service, parts: Mapping[str, float]) -> None:
-        """Record how long a request waited for a service to start, and for what. The last one is kept."""
+        """Record how long a request waited for each part of a service's start. Only the last record is kept."""
         service = self._store.get(SERVICE, *key)
         if service is not None and parts:
             details = ", ".join(f"{name.replace('_', ' ')} {seconds * 1000:.0f}" for name, seconds in parts.items())
@@ -291,7 +291,7 @@ class Controller:
             log.error("%s/%s: %s", *key, error.message)
             asyncio.get_running_loop().call_later(self._settings.retry_seconds, self.enqueue, key)
         except Exception:
-            # A bug. It must not affect the others.
+            # A bug in Headrace. It must not affect the other services.
             log.exception("Cannot reconcile %s/%s", *key)
 
     def _reconcile_service(self, key: Service, service: Document) -> None:

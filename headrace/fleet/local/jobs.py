@@ -61,7 +61,7 @@ class JobState:
 
 
 class JobInterface(Protocol):
-    """What a Job needs of the kubelet."""
+    """The interface of the kubelet that a Job uses."""
 
     @property
     def system(self) -> System:
@@ -158,7 +158,7 @@ class Job:
             self._task = asyncio.ensure_future(self._run())
 
     def retry(self) -> None:
-        """Try again to start it, if it waits."""
+        """Retry its start, if it waits."""
         self._retry_requested.set()
 
     def rotate_log(self) -> None:

@@ -102,7 +102,7 @@ class Kubelet:
         return list(self._models.progress(model))
 
     def retry(self, *, reset_backoff: bool = False) -> None:
-        """Let pods try again what they wait for. `reset_backoff`: also those in a crash loop."""
+        """Have pods retry what they wait for. `reset_backoff`: also those in a crash loop."""
         for pod in self.pods.values():
             pod.retry(reset_backoff=reset_backoff)
 
@@ -142,7 +142,7 @@ class Kubelet:
         if self._closing or done.cancelled():
             return
         if done.exception() is not None:
-            # A bug. The pod stays as it is, and its task is started again a little later.
+            # A bug in Headrace. The pod stays as it is, and its task is restarted after a delay.
             log.error("The task of pod %s failed", pod.name, exc_info=done.exception())
             loop = asyncio.get_running_loop()
             loop.call_later(self._settings.retry_seconds, lambda: None if self._closing else self._run_pod(pod))
@@ -170,15 +170,15 @@ class Kubelet:
     def place(self, pod: Pod) -> Placement:
         """Assign ports and GPUs to a pod."""
         placements = [other.record.placement for other in self.pods.values() if other is not pod]
-        taken = [placement for placement in placements if placement is not None]
+        placed = [placement for placement in placements if placement is not None]
         record = pod.record
-        return self._scheduler.place(record.uid, record.document, taken, [*self.pods, record.uid], record.serves)
+        return self._scheduler.place(record.uid, record.document, placed, [*self.pods, record.uid], record.serves)
 
     def check_fits(self, uid: str, pod: Document) -> None:
         """Check that a job fits beside the pods; it reserves nothing. Raises ResourceExhausted."""
         placements = [other.record.placement for other in self.pods.values()]
-        taken = [placement for placement in placements if placement is not None]
-        self._scheduler.place(uid, pod, taken, [*self.pods, uid], False)
+        placed = [placement for placement in placements if placement is not None]
+        self._scheduler.place(uid, pod, placed, [*self.pods, uid], False)
 
     def release(self, pod: Pod) -> None:
         """Release the ports of a pod."""

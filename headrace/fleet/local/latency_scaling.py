@@ -35,7 +35,7 @@ class _Reading:
 
 
 class LatencyScaling:
-    """The state of one workload."""
+    """Samples of one workload, and the evidence of earlier decisions."""
 
     def __init__(self, spec: LatencySpec) -> None:
         self._spec = spec
@@ -56,28 +56,28 @@ class LatencyScaling:
         """Whether there were requests at the last reading."""
 
     def add_statuses(self, now: float, statuses: Mapping[str, Mapping[str, Any] | None]) -> bool:
-        """Take the status of each router, by name; None if it does not answer. Returns whether one measures streams."""
-        known: dict[str, _Reading] = {}
+        """Add the status of each router, by name; None if it does not answer. Return whether any router measures streams."""
+        readings: dict[str, _Reading] = {}
         generating = requests = 0
         for router, status in statuses.items():
             if status is None:
                 if router in self._known:
-                    known[router] = self._known[router]
+                    readings[router] = self._known[router]
                 continue
             streams = get_mapping(status, "streams")
             if not streams:
                 continue
-            reading = known[router] = _read(streams)
+            reading = readings[router] = _read(streams)
             generating += _number(streams, "generating")
             # The first reading has what an earlier daemon saw; later, a new router counts from 0.
             before = self._known.get(router, _Reading() if self._begun is not None else reading)
             requests += reading.requests - (before.requests if reading.requests >= before.requests else 0)
             self._first = add_counts((self._first, reading.first.since(before.first)))
             self._next = add_counts((self._next, reading.next.since(before.next)))
-        if not known:
+        if not readings:
             return False
         self._begun = now if self._begun is None else self._begun
-        self._known = known
+        self._known = readings
         self._readings += 1
         self._generating += generating
         self._requests += requests
@@ -111,7 +111,7 @@ class LatencyScaling:
         if self._begun is None or now <= self._begun or not self._readings:
             return
         seconds, streams = now - self._begun, self._generating / self._readings
-        # A longer one is that of a service that had no replicas.
+        # A longer start is that of a service that was scaled to zero.
         if seconds <= self._spec.windows.stable_seconds:
             self._samples.append(LatencySample(now, seconds, ready, self._requests, streams, self._first, self._next))
         self._begun = now

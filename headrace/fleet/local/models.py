@@ -79,7 +79,7 @@ class Models:
         """Return the download progress, for `headrace describe`."""
         current = self._states.get(kind_key(model))
         if current is None or not (current.total or current.problem):
-            return []  # it is here already, or its size is unknown
+            return []  # the model is here already, or its size is unknown
         state = {IN_TRANSIT: "Updating"}.get(current.state, current.state)
         return [NodeProgress(self._settings.node, state, current.done, current.total, "", current.problem)]
 

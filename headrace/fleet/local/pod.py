@@ -100,7 +100,7 @@ class StartTimes:
 
 
 class NodeInterface(Protocol):
-    """What a pod needs of the kubelet."""
+    """The interface of the kubelet that a pod uses."""
 
     @property
     def system(self) -> System:
@@ -186,12 +186,12 @@ class Pod:
 
     def container(self, name: str = "") -> Container:
         """Return a container by name, by default the main one. Raises NotFound."""
-        wanted = name or get_str(main_container(get_mapping(self.record.document, "spec")), "name")
+        container_name = name or get_str(main_container(get_mapping(self.record.document, "spec")), "name")
         for container in self.containers:
-            if container.name == wanted:
+            if container.name == container_name:
                 return container
         names = ", ".join(container.name for container in self.containers)
-        raise NotFound(f"{self.name} has no container {wanted}; it has {names}")
+        raise NotFound(f"{self.name} has no container {container_name}; it has {names}")
 
     def delete(self) -> None:
         """Delete it soon; the deletion is stored first."""
@@ -208,7 +208,7 @@ class Pod:
             container.restart()
 
     def retry(self, *, reset_backoff: bool = False) -> None:
-        """Try again what it waits for. `reset_backoff`: also containers in a crash loop, whose cause may be fixed."""
+        """Retry what the pod waits for. `reset_backoff`: also containers in a crash loop, whose cause may be fixed."""
         self._retry_requested.set()
         for container in self.containers:
             container.retry(reset_backoff=reset_backoff)

@@ -116,8 +116,8 @@ async def _wait_success(probe: Probe, quick: float, max_failures: int | None) ->
             return False
         await asyncio.sleep(min(pause, probe.period))
         # The longer a start takes, the less a short delay matters.
-        least = (clock() - began) * _PAUSE_SHARE if probe.is_cheap else pause * _EXEC_GROWTH
-        pause = min(max(quick, least), max(quick, 1.0))
+        minimum_pause = (clock() - began) * _PAUSE_SHARE if probe.is_cheap else pause * _EXEC_GROWTH
+        pause = min(max(quick, minimum_pause), max(quick, 1.0))
 
 
 async def _wait_failed(probe: Probe) -> None:

@@ -106,15 +106,15 @@ class ProcessRuntime:
         weight = _lower_group_priority(group) if spec.low_priority else ""
         is_low = bool(weight)
 
-        def record(known: Mapping[str, Any]) -> None:
+        def record(identity: Mapping[str, Any]) -> None:
             nonlocal is_low
-            by_policy = spec.low_priority and not weight and lower_priority(known["pid"])
+            by_policy = spec.low_priority and not weight and lower_priority(identity["pid"])
             is_low = is_low or by_policy
             if group is not None:
-                group.join(known["pid"], late=by_policy)
+                group.join(identity["pid"], late=by_policy)
             kept = {"memory": watched.memory, "tasks": watched.tasks}
             content = {
-                **known,
+                **identity,
                 **_group_paths(group),
                 "cores": cores,
                 "watched": kept,
@@ -124,7 +124,7 @@ class ProcessRuntime:
             fault_point("fleet.container.record")
             write_json(spec.folder / RECORD, content, durable=False)
             if cores:
-                os.sched_setaffinity(known["pid"], cores)
+                os.sched_setaffinity(identity["pid"], cores)
 
         try:
             process = spawn(command, spec.folder / LOG, record)
@@ -198,7 +198,7 @@ class ProcessContainer:
         self._group = group
         self._watched = watched
         self._low_priority = low_priority
-        """Whether others get the CPU first; limited in time, since a busy machine may never have any to spare."""
+        """Whether its CPU priority is lowered; limited in time, since a busy machine may have no idle CPU time."""
         self._weight = weight
         """The CPU weight of its group, restored when it is ready."""
         if low_priority:
@@ -401,7 +401,7 @@ def _mebibytes(amount: int) -> str:
 
 
 def lower_priority(pid: int) -> bool:
-    """Let a new process run after all others; return whether that is possible."""
+    """Give a new process the lowest CPU priority; return whether that is possible."""
     with contextlib.suppress(OSError):
         if os.sched_getscheduler(pid) == os.SCHED_OTHER and can_restore_priority():
             _set_policy(pid, os.SCHED_IDLE)

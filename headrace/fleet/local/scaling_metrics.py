@@ -53,10 +53,10 @@ class RequestCounter:
         """Return the load. statuses: of routers, by name; None if one does not answer. ports: of the pods."""
         urls = {f"http://{ADDRESS}:{port}" for port in ports}
         concurrent, routed = 0, False
-        known: dict[_BackendKey, int] = {}
+        counts: dict[_BackendKey, int] = {}
         for router, status in statuses.items():
             if status is None:
-                known |= {key: count for key, count in self._known.items() if key[0] == router}
+                counts |= {key: count for key, count in self._known.items() if key[0] == router}
                 continue
             backends = _mappings(status.get("backends"))
             own = [backend for backend in backends if backend.get("url") in urls]
@@ -67,14 +67,14 @@ class RequestCounter:
                 # A new backend counts from 0; a counter that decreased was restarted.
                 previous = self._known.get(key, 0 if self._begun else count)
                 self._total += count - previous if count >= previous else count
-                known[key] = count
+                counts[key] = count
                 concurrent += _number(backend, "outstanding")
             leaving = [backend for backend in _mappings(status.get("leaving")) if backend.get("url") in urls]
             concurrent += sum(_number(backend, "outstanding") for backend in leaving)
             if own:
                 # Queued requests wait for any backend of the router.
                 concurrent += round(_number(status, "queued") * len(own) / len(backends))
-        self._known, self._begun = known, True
+        self._known, self._begun = counts, True
         return RequestLoad(concurrent, self._total, routed)
 
 
@@ -108,13 +108,13 @@ def _number(mapping: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-async def scrape_metrics(pods: Sequence[Pod], wanted: Callable[[str], bool]) -> Series:
+async def scrape_metrics(pods: Sequence[Pod], is_wanted: Callable[[str], bool]) -> Series:
     """Return the series of all pods, with the labels that Prometheus adds; a pod that does not answer has none."""
-    results = await asyncio.gather(*(_scrape(pod, wanted) for pod in pods))
+    results = await asyncio.gather(*(_scrape(pod, is_wanted) for pod in pods))
     return {labels: value for series in results for labels, value in series.items()}
 
 
-async def _scrape(pod: Pod, wanted: Callable[[str], bool]) -> Series:
+async def _scrape(pod: Pod, is_wanted: Callable[[str], bool]) -> Series:
     port, path = _metrics_address(pod)
     answer = await fetch(port, path) if port else None
     if answer is None:
@@ -123,7 +123,7 @@ async def _scrape(pod: Pod, wanted: Callable[[str], bool]) -> Series:
     labels = {re.sub(r"[^a-zA-Z0-9_]", "_", name): value for name, value in labels_of(document).items()}
     target = {"namespace": get_str(document, "metadata", "namespace"), "pod": name_of(document)}
     return parse_exposition(
-        answer.decode("utf-8", "replace"), wanted, {**labels, **target, "instance": f"{ADDRESS}:{port}"}
+        answer.decode("utf-8", "replace"), is_wanted, {**labels, **target, "instance": f"{ADDRESS}:{port}"}
     )
 
 

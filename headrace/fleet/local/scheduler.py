@@ -42,7 +42,7 @@ class ResourceRequests:
 
 
 class Scheduler:
-    """Assigns the resources of this machine."""
+    """Assigns the resources of this machine to pods."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ def pod_requests(pod: Document) -> ResourceRequests:
         if role == "init":
             so_far = (cores, memory, gpus)
             largest = [
-                max(most, running + requested)
-                for most, running, requested in zip(largest, so_far, requests, strict=True)
+                max(maximum, running + requested)
+                for maximum, running, requested in zip(largest, so_far, requests, strict=True)
             ]
         else:
             cores, memory, gpus = cores + requests[0], memory + requests[1], gpus + requests[2]

@@ -93,12 +93,12 @@ class Router:
         """Its URL; "" while it is down."""
         return f"http://{ADDRESS}:{self.port}" if self.is_up else ""
 
-    def start(self, known: Callable[[str], bool], changed: Callable[[], None]) -> None:
-        """Claim a port, and keep it running. Raises FailedPrecondition, ResourceExhausted."""
+    def start(self, is_known: Callable[[str], bool], on_change: Callable[[], None]) -> None:
+        """Claim a port, start the router, and restart it when it ends. Raises FailedPrecondition, ResourceExhausted."""
         if not self.port:
-            self._claim_port(known)
+            self._claim_port(is_known)
         if self._task is None:
-            self._task = asyncio.ensure_future(self._run(known, changed))
+            self._task = asyncio.ensure_future(self._run(is_known, on_change))
 
     def update(
         self,
@@ -137,7 +137,7 @@ class Router:
             truncate_log(self.folder / "log", self._settings.log_bytes)
 
     async def wait_drained(self, port: int) -> None:
-        """Wait until it sends nothing to a port and has all answers from it, up to a limit."""
+        """Wait until it has no open requests to a port and sends no more, up to a time limit."""
         settings, now = self._settings, asyncio.get_running_loop().time
         began = now()
         while self.is_up and (list_name := await self._list_with(port)):
@@ -183,14 +183,14 @@ class Router:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
-    async def _run(self, known: Callable[[str], bool], changed: Callable[[], None]) -> None:
+    async def _run(self, is_known: Callable[[str], bool], on_change: Callable[[], None]) -> None:
         pause = self._settings.quick_seconds
         while not self._stopped:
             try:
                 if self._process is None:
-                    self._start(known)
+                    self._start(is_known)
                 await self._wait_up()
-                changed()
+                on_change()
                 if self._process is not None:
                     await self._process.wait()
                     self._listen()
@@ -199,7 +199,7 @@ class Router:
             except (FailedPrecondition, ResourceExhausted, OSError) as error:
                 log.error("Cannot start the router of %s: %s", self.name, error)
             self._process, was_up, self.is_up = None, self.is_up, False
-            changed()
+            on_change()
             pause = self._settings.quick_seconds if was_up else min(pause * 2, self._settings.back_off_seconds)
             await asyncio.sleep(pause)
 
@@ -214,11 +214,11 @@ class Router:
             self._listener.close()
             self._listener = None
 
-    def _start(self, known: Callable[[str], bool]) -> None:
+    def _start(self, is_known: Callable[[str], bool]) -> None:
         self._listen()
         if self._listener is None:
             self._ports.release(self.id)
-            self._claim_port(known)
+            self._claim_port(is_known)
             self._listener = self._system.listen(Address(self._settings.host, self.port))
         if not (self.folder / "backends.json").exists():
             write_json(self.folder / "backends.json", [], durable=False)
@@ -244,12 +244,12 @@ class Router:
                 return
             await asyncio.sleep(0.05)
 
-    def _claim_port(self, known: Callable[[str], bool]) -> None:
+    def _claim_port(self, is_known: Callable[[str], bool]) -> None:
         """Claim the first free port from the configured one on."""
         first = self._settings.port
         for port in range(first, min(first + _PORT_COUNT, 65536)):
             try:
-                self.port = self._ports.claim(self.id, known, port)
+                self.port = self._ports.claim(self.id, is_known, port)
             except ResourceExhausted:
                 continue
             content = {"service": list(self.service), "name": self.name, "port": self.port}
@@ -271,10 +271,10 @@ class Router:
         }
 
     async def _list_with(self, port: int) -> str:
-        """Return the list of its status that has a port; "" if none has."""
+        """Return the name of the list in its status that contains a port; "" if none does."""
         status = await router_status(self.port)
         if status is None:
-            return _ACTIVE  # too busy to answer, so most likely with requests
+            return _ACTIVE  # too busy to answer, so it most likely has open requests
         for name in (_ACTIVE, _DRAINING):
             urls = [str(backend.get("url", "")) for backend in status.get(name, []) if isinstance(backend, dict)]
             if any(url.endswith(f"{ADDRESS}:{port}") for url in urls):

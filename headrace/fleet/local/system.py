@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operating system as the fleet uses it: time, processes, listening sockets, resource usage.
 
-Passed to whatever reads a clock or starts routers and jobs; a `ContainerRuntime` runs containers. Tests pass a simulated
+Passed to all parts that read a clock or start routers and jobs; a `ContainerRuntime` runs containers. Tests pass a simulated
 system, so that minutes of a fleet take milliseconds.
 """
 

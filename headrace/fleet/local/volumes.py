@@ -142,8 +142,8 @@ def _write_volume(kind: str, source: Document, folder: Path, find: Callable[[str
 def _contents(document: Document | None) -> dict[str, bytes]:
     contents = {
         name: value.encode()
-        for place in ("data", "stringData")
-        for name, value in get_mapping(document, place).items()
+        for field in ("data", "stringData")
+        for name, value in get_mapping(document, field).items()
         if isinstance(value, str)
     }
     for name, value in get_mapping(document, "binaryData").items():

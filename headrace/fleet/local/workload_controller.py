@@ -57,14 +57,14 @@ class WorkloadController:
         """The progress of a workload, and when it last changed."""
 
     def forget(self, key: Service, *, keep: Collection[str] = ()) -> None:
-        """Forget the workloads of a service except some; a new one of the same name starts afresh."""
-        for place in {*self._failures, *self._progress}:
-            if place[0] == key and place[1] not in keep:
-                self._failures.pop(place, None)
-                self._progress.pop(place, None)
+        """Drop the state of a service's workloads except those of `keep`; a new one of the same name has no history."""
+        for key_and_name in {*self._failures, *self._progress}:
+            if key_and_name[0] == key and key_and_name[1] not in keep:
+                self._failures.pop(key_and_name, None)
+                self._progress.pop(key_and_name, None)
 
     def reconcile(self, key: Service, service: Document) -> None:
-        """Take one step towards the live objects."""
+        """Create or delete pods: one step towards the live objects."""
         pods = self._kubelet.pods_of(key)
         live = {(kind_of(workload), name_of(workload)) for workload in self._objects.workloads(key)}
         self.forget(key, keep={name for _, name in live})
@@ -161,13 +161,13 @@ class WorkloadController:
         """Return why a workload is stuck, after its progress deadline; else an empty text."""
         now = self._clock.monotonic()
         state = (newest, desired, len(replicas), sum(replica.ready for replica in replicas))
-        place = (key, name_of(workload))
-        if self._progress.get(place, (None, 0.0))[0] != state:
-            self._progress[place] = (state, now)
+        key_and_name = (key, name_of(workload))
+        if self._progress.get(key_and_name, (None, 0.0))[0] != state:
+            self._progress[key_and_name] = (state, now)
         if all(replica.ready and replica.hash == newest for replica in replicas) and len(replicas) == desired:
             return ""
         limit = get_int(workload, "spec", "progressDeadlineSeconds") or _DEADLINE_SECONDS
-        if now - self._progress[place][1] < limit:
+        if now - self._progress[key_and_name][1] < limit:
             return ""
         return f"{kind_of(workload)} {name_of(workload)} has made no progress for {limit} s"
 

@@ -187,29 +187,29 @@ def _with_runner(containers: list[Any], runner: Document, main: str) -> list[Any
     """Merge the runner into the container of its name, or append it. Arguments are concatenated."""
     for index, container in enumerate(containers):
         if get_str(container, "name") == main:
-            both = merge(container, runner, CONTAINER)
+            merged = merge(container, runner, CONTAINER)
             args = [*get_list(container, "args"), *get_list(runner, "args")]
             if args:
-                both["args"] = args
-            return [*containers[:index], both, *containers[index + 1 :]]
+                merged["args"] = args
+            return [*containers[:index], merged, *containers[index + 1 :]]
     return [*containers, {"name": main, **{field: value for field, value in runner.items() if value is not None}}]
 
 
-def read_extension(base: Document, both: Document, service: Document, name: str) -> Extension:
+def read_extension(base: Document, merged: Document, service: Document, name: str) -> Extension:
     """Read how a merged component scales. The component's KEDA settings override the service's and the runtime's."""
     own = get_mapping(service, "spec", name, "kedaConfig")
     keda = merge(merge(get_mapping(base, "kedaConfig"), get_mapping(service, "spec", "kedaConfig")), own)
-    min_replicas, max_replicas = get_int(both, "minReplicas"), get_int(both, "maxReplicas")
+    min_replicas, max_replicas = get_int(merged, "minReplicas"), get_int(merged, "maxReplicas")
     return Extension(
         min_replicas=1 if min_replicas is None else max(0, min_replicas),
         max_replicas=max_replicas or 0,
-        scale_metric=get_str(both, "scaleMetric"),
-        scale_target=get_int(both, "scaleTarget"),
-        container_concurrency=get_int(both, "containerConcurrency"),
-        timeout_seconds=get_int(both, "timeoutSeconds"),
-        canary_traffic_percent=get_int(both, "canaryTrafficPercent"),
-        min_available=_int_or_str(both.get("minAvailable")),
-        max_unavailable=_int_or_str(both.get("maxUnavailable")),
+        scale_metric=get_str(merged, "scaleMetric"),
+        scale_target=get_int(merged, "scaleTarget"),
+        container_concurrency=get_int(merged, "containerConcurrency"),
+        timeout_seconds=get_int(merged, "timeoutSeconds"),
+        canary_traffic_percent=get_int(merged, "canaryTrafficPercent"),
+        min_available=_int_or_str(merged.get("minAvailable")),
+        max_unavailable=_int_or_str(merged.get("maxUnavailable")),
         deployment_strategy=_strategy(
             get_mapping(base, "deploymentStrategy"), get_mapping(service, "spec", name, "deploymentStrategy")
         ),
@@ -224,8 +224,8 @@ def _int_or_str(value: Any) -> int | str | None:
 
 
 def _strategy(base: Document, patch: Document) -> Document:
-    both = merge(base, patch)
-    if get_str(both, "type") == "Recreate":
+    merged = merge(base, patch)
+    if get_str(merged, "type") == "Recreate":
         # The runtime's settings of rolling updates do not apply.
-        both.pop("rollingUpdate", None)
-    return both
+        merged.pop("rollingUpdate", None)
+    return merged

@@ -85,8 +85,8 @@ def merge_components(
 ) -> dict[str, Component]:
     """Merge the components that the service names, in the order of their creation."""
     context = _MergeContext(service, runtime, model, weights, facts, Placeholders(service))
-    named = get_mapping(service, "spec")
-    return {name: _component(name, context) for name in COMPONENTS if isinstance(named.get(name), Mapping)}
+    spec = get_mapping(service, "spec")
+    return {name: _component(name, context) for name in COMPONENTS if isinstance(spec.get(name), Mapping)}
 
 
 def _component(name: str, context: _MergeContext) -> Component:
@@ -122,22 +122,22 @@ def _component(name: str, context: _MergeContext) -> Component:
     )
 
 
-def _layout(both: Document, mode: Mode) -> dict[str, tuple[str, ...]]:
+def _layout(merged: Document, mode: Mode) -> dict[str, tuple[str, ...]]:
     """Return the pods of a component, and the path of each. A leader without containers is the component's own pod."""
     if mode.mode not in (MULTI_NODE, MULTI_NODE_RAY):
         return {"pod": ()}
-    leader = get_mapping(both, "leader")
+    leader = get_mapping(merged, "leader")
     has_containers = bool(get_mapping(leader, "runner") or get_list(leader, "containers"))
     layout: dict[str, tuple[str, ...]] = {"leader": ("leader",) if has_containers else ()}
-    if isinstance(both.get("worker"), Mapping):
+    if isinstance(merged.get("worker"), Mapping):
         layout["worker"] = ("worker",)
     return layout
 
 
-def _worker_count(both: Document, layout: Mapping[str, Any]) -> int:
+def _worker_count(merged: Document, layout: Mapping[str, Any]) -> int:
     if "worker" not in layout:
         return 0
-    size = get_int(both, "worker", "size")
+    size = get_int(merged, "worker", "size")
     # A worker without a size means one; OME creates a group with only a leader.
     return 1 if size is None else max(0, size)
 
@@ -198,9 +198,9 @@ def _problems(
     ]
     if context.upstream:
         for builder in builders.values():
-            left = find_placeholder(builder.main if builder.main is not None else EMPTY)
-            if left:
-                message = f"OME takes {left[:60]!a} for a placeholder of its own and fails"
+            placeholder = find_placeholder(builder.main if builder.main is not None else EMPTY)
+            if placeholder:
+                message = f"OME takes {placeholder[:60]!a} for a placeholder of its own and fails"
                 problems.append(
                     Problem(f"spec.{inputs.name}.runner", message, "remove it, or set upstream_selection: false")
                 )

@@ -15,7 +15,7 @@ DEFAULT_PERCENTILE = 95
 
 
 def service_targets(service: Document) -> Any:
-    """Return `spec.slo`, or else what the annotation says; whatever JSON it is. Raises ValueError if it is none."""
+    """Return `spec.slo`, else the JSON value of the annotation, of any type. Raises ValueError if it is not JSON."""
     text = annotations_of(service).get(SLO)
     section = get_mapping(service, "spec").get("slo")
     return section if section is not None or text is None else json.loads(text)
@@ -24,8 +24,8 @@ def service_targets(service: Document) -> Any:
 def component_targets(service: Document, base: Document, name: str) -> Document:
     """Return the targets of a component; empty without any.
 
-    Its own go before those of the service, and these before the runtime's. With a decoder, the engine computes first tokens
-    and the decoder all others.
+    The component's own targets override those of the service, which override the runtime's. With a decoder, the engine
+    computes first tokens and the decoder all others.
     """
     if name not in (ENGINE, DECODER):
         return {}
@@ -33,7 +33,7 @@ def component_targets(service: Document, base: Document, name: str) -> Document:
     try:
         common = service_targets(service)
     except ValueError:
-        common = None  # admission says so
+        common = None  # admission has reported it
     targets: dict[str, Any] = {}
     for section in (get_mapping(base, "slo"), common, get_mapping(spec, name, "slo")):
         if isinstance(section, Mapping):

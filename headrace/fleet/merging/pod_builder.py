@@ -102,12 +102,12 @@ class PodBuilder:
     def accelerators(self, names: Collection[str]) -> int:
         """Return how many accelerators the main container requests."""
         resources = get_mapping(self.main, "resources")
-        most = 0
+        maximum = 0
         for name in names:
             for value in (get_mapping(resources, "limits").get(name), get_mapping(resources, "requests").get(name)):
                 if isinstance(value, str | int) and not isinstance(value, bool) and str(value).isascii():
-                    most = max(most, int(value) if str(value).isdigit() else 0)
-        return most
+                    maximum = max(maximum, int(value) if str(value).isdigit() else 0)
+        return maximum
 
 
 MODEL_PATH = "MODEL_PATH"
@@ -228,9 +228,9 @@ def add_accelerator(builder: PodBuilder, accelerator: Document, entry: Document 
         _add_resources(builder, get_list(spec, "resources"))
     settings = get_mapping(entry, "acceleratorConfig", name_of(accelerator))
     _add_variables(builder, get_mapping(settings, "environmentOverride"), upstream)
-    wanted = [argument for argument in get_list(settings, "runtimeArgsOverride") if isinstance(argument, str)]
-    if wanted:
-        builder.main["args"] = merge_args(_strings(builder.main.get("args")), wanted)
+    overrides = [argument for argument in get_list(settings, "runtimeArgsOverride") if isinstance(argument, str)]
+    if overrides:
+        builder.main["args"] = merge_args(_strings(builder.main.get("args")), overrides)
         builder.accelerated.append(f"{builder.main_path}.args")
     sizes = get_mapping(settings, "tensorParallelismOverride")
     for field, flags in (
@@ -299,18 +299,18 @@ def _strings(value: Any) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def merge_args(args: Sequence[str], wanted: Sequence[str]) -> list[str]:
+def merge_args(args: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Override arguments by the names of their flags."""
     if _is_script(args):
         script = args[0]
-        for flag, flag_args in _group_flags(wanted):
+        for flag, flag_args in _group_flags(overrides):
             value = " ".join(flag_args)
             match = _flag_pattern(flag).search(script) if flag else None
             before, after = (script[: match.start()], script[match.end() :]) if match else (f"{script.rstrip()} ", "")
             script = f"{before}{value}{after}"
         return [script]
     groups = _group_flags(args)
-    for flag, flag_args in _group_flags(wanted):
+    for flag, flag_args in _group_flags(overrides):
         places = [number for number, (name, _) in enumerate(groups) if flag and name == flag]
         if places:
             groups[places[0]] = (flag, flag_args)

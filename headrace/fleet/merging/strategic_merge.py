@@ -127,13 +127,15 @@ def merge(base: Document, patch: Document, rules: MergeRules = DEFAULT_RULES) ->
 def merge_lists(base: Sequence[Any], patch: Sequence[Any], key: Key, rules: MergeRules) -> list[Any]:
     """Merge two keyed lists."""
     places: dict[Hashable, int] = {}
-    for place, item in enumerate(base):
+    for index, item in enumerate(base):
         name = _key_of(item, key)
         if name is not None:
-            places.setdefault(name, place)
-    ours, taken, gone = _merge_items(base, patch, key, rules, places)
-    left = [(place, item) for place, item in enumerate(base) if place not in taken and _key_of(item, key) not in gone]
-    return _interleave(left, ours)
+            places.setdefault(name, index)
+    patched, used, deleted = _merge_items(base, patch, key, rules, places)
+    unchanged = [
+        (index, item) for index, item in enumerate(base) if index not in used and _key_of(item, key) not in deleted
+    ]
+    return _interleave(unchanged, patched)
 
 
 def _merge_items(
@@ -142,15 +144,15 @@ def _merge_items(
     """Merge the patch's items with the base's. Return them with their index in the base, if any."""
     merged: list[tuple[int | None, Any]] = []
     seen: dict[Hashable, int] = {}
-    taken: set[int] = set()
+    used: set[int] = set()
     deleted: set[Hashable] = set()
     for item in patch:
         name = _key_of(item, key)
         if name is None:
             # An item without a key, which the schema reports. Kept once: a second merge must not duplicate it.
-            place = next((number for number, other in enumerate(base) if number not in taken and other == item), None)
+            place = next((number for number, other in enumerate(base) if number not in used and other == item), None)
             if place is not None:
-                taken.add(place)
+                used.add(place)
             merged.append((place, item))
             continue
         if item.get(DIRECTIVE) == "delete":
@@ -165,18 +167,18 @@ def _merge_items(
         if place is None:
             merged.append((None, _without_directives(item)))
         else:
-            taken.add(place)
+            used.add(place)
             merged.append((place, merge(base[place], item, rules)))
-    return merged, taken, deleted
+    return merged, used, deleted
 
 
-def _interleave(left: list[tuple[int, Any]], ours: list[tuple[int | None, Any]]) -> list[Any]:
+def _interleave(unchanged: list[tuple[int, Any]], patched: list[tuple[int | None, Any]]) -> list[Any]:
     """Combine both lists: an item of the base goes before the first item of the patch that followed it in the base."""
     result: list[Any] = []
-    rest = iter(left)
+    rest = iter(unchanged)
     waiting = next(rest, None)
-    for place, item in ours:
-        while waiting is not None and place is not None and waiting[0] < place:
+    for index, item in patched:
+        while waiting is not None and index is not None and waiting[0] < index:
             result.append(waiting[1])
             waiting = next(rest, None)
         result.append(item)

@@ -50,18 +50,18 @@ def scaler_of(context: PlanContext, component: Component, mode: str) -> Scaler:
     declared = get_str(component.extension.autoscaler, "class")
     if declared in _CLASSES:
         return _CLASSES[declared]
-    chosen = component.annotations.get(AUTOSCALER_CLASS) or context.annotations.get(AUTOSCALER_CLASS, "")
-    if component.extension.slo and chosen != "external":
+    autoscaler_class = component.annotations.get(AUTOSCALER_CLASS) or context.annotations.get(AUTOSCALER_CLASS, "")
+    if component.extension.slo and autoscaler_class != "external":
         # The local fleet measures latencies itself. A cluster without KEDA needs an adapter for external metrics.
-        by_keda = chosen == "keda" or (chosen != "hpa" and context.has("keda"))
+        by_keda = autoscaler_class == "keda" or (autoscaler_class != "hpa" and context.has("keda"))
         return "keda" if by_keda and not context.has(COUNTS_REQUESTS) else "hpa"
-    if _uses_keda(context, component, chosen):
+    if _uses_keda(context, component, autoscaler_class):
         return "keda"
-    if chosen == "external":
+    if autoscaler_class == "external":
         return "external"
     if scales_to_zero(component, mode) and request_metric(component):
         return "front"
-    if mode == MULTI_NODE and chosen != "hpa" and not component.extension.scale_metric:
+    if mode == MULTI_NODE and autoscaler_class != "hpa" and not component.extension.scale_metric:
         # The CPU of a leader says little about a group of GPU nodes: an HPA only on request.
         return "front" if scales_to_zero(component, mode) else "none"
     return "hpa"
@@ -127,13 +127,13 @@ def horizontal_pod_autoscaler(
     return context.new_object(HPA, name, component.labels, component.annotations, spec=spec)
 
 
-def _uses_keda(context: PlanContext, component: Component, chosen: str) -> bool:
+def _uses_keda(context: PlanContext, component: Component, autoscaler_class: str) -> bool:
     own = get_mapping(context.service, "spec", component.name)
     if annotations_of({"metadata": own}).get(AUTOSCALER_CLASS) == "keda":
         return True
     if component.name == ROUTER and not get_mapping(own, "kedaConfig") and not _query_names_component(context):
         return False  # the service's query counts tokens, which a router does not have
-    return chosen == "keda" or component.extension.keda.get("enableKeda") is True
+    return autoscaler_class == "keda" or component.extension.keda.get("enableKeda") is True
 
 
 def _query_names_component(context: PlanContext) -> bool:

@@ -46,9 +46,9 @@ CONFIG_FILE = "router.yaml"
 """Key of the ConfigMap."""
 _FOLDER = "/etc/headrace"
 _RESTART_DIGEST = "ome.io/config-digest"
-"""Annotation of the pods: a digest of what needs a restart."""
+"""Annotation of the pods: a digest of the settings that need a restart."""
 _RELOADED = ("backends", "timeouts", "activation", "measure_streams")
-"""Sections that a running router takes over."""
+"""Sections that a running router reloads."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def front_objects(
     pod = _pod(context, name)
     pod_labels = {**labels, **front_selector(context)}
     spec: Object = {
-        # One replica with activation: two would have to know of each other's requests before scaling to zero.
+        # One replica with activation: two would have to coordinate before scaling to zero.
         "replicas": _replicas(context, activation_targets, activator),
         "selector": {"matchLabels": front_selector(context)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
@@ -207,7 +207,7 @@ def _config(
 def _activation_summary(
     backends: list[Backend], activation_targets: list[ActivationTarget], timeout: int | None
 ) -> Object:
-    """Return what the shared activator has to know. Names only: everything is in the service's own namespace."""
+    """Return the activation settings for the shared activator. Names only: all objects are in the service's namespace."""
     return {
         "backends": [
             {"service": backend.service, "port": backend.port, "weight": backend.weight}

@@ -208,12 +208,12 @@ def _selector(entry: ComponentPlan) -> dict[str, str]:
     if entry.rollout.two:
         return dict(entry.selector)
     labels = entry.component.labels
-    chosen = {SERVICE_LABEL: labels[SERVICE_LABEL], COMPONENT_LABEL: labels[COMPONENT_LABEL]}
+    selector = {SERVICE_LABEL: labels[SERVICE_LABEL], COMPONENT_LABEL: labels[COMPONENT_LABEL]}
     if entry.mode == MULTI_NODE:
-        chosen[WORKER_INDEX] = "0"
+        selector[WORKER_INDEX] = "0"
     elif entry.mode == MULTI_NODE_RAY:
-        chosen[NODE_TYPE] = HEAD
-    return chosen
+        selector[NODE_TYPE] = HEAD
+    return selector
 
 
 def _url(scheme: str, host: str, port: int) -> str:

@@ -129,6 +129,6 @@ def _single_port(container: Any, serves: bool) -> Document:
     ports = get_list(container, "ports")
     if serves and ports:
         port = {key: value for key, value in get_mapping(ports[0]).items() if key in ("containerPort", "protocol")}
-        named = get_str(ports[0], "name")
-        changed["ports"] = [{**port, **({"name": named} if named in _PORT_NAMES else {})}]
+        port_name = get_str(ports[0], "name")
+        changed["ports"] = [{**port, **({"name": port_name} if port_name in _PORT_NAMES else {})}]
     return changed

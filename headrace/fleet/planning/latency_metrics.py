@@ -31,7 +31,7 @@ CALM_SCALE_DOWN: Object = {
         "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
     }
 }
-"""One replica at a time: how the latency grows is not known before."""
+"""One replica at a time: the effect on the latency is not known in advance."""
 
 
 def external_metrics(context: PlanContext, component: Component) -> list[Any]:

@@ -59,7 +59,7 @@ def _leader_worker_set(
     name: str,
     revision: str,
     replicas: int | None,
-    kept: Document | None = None,
+    live: Document | None = None,
     share: int | None = None,
 ) -> Object:
     spec: Object = {
@@ -69,8 +69,8 @@ def _leader_worker_set(
             "type": "RollingUpdate",
             "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 1},
         },
-        "leaderWorkerTemplate": dict(get_mapping(kept, "spec", "leaderWorkerTemplate"))
-        if kept
+        "leaderWorkerTemplate": dict(get_mapping(live, "spec", "leaderWorkerTemplate"))
+        if live
         else _template(context, component, name, revision),
     }
     if replicas is not None:
@@ -91,7 +91,7 @@ def _template(context: PlanContext, component: Component, name: str, revision: s
         "leaderTemplate": pod_template(
             serving_pod(context, component, leader_pod(component)), leader, component.annotations
         ),
-        # A request needs its workers to the end, so they wait as their leader does.
+        # A request needs the workers until its end, so they wait as long as their leader.
         "workerTemplate": pod_template(
             serving_pod(context, component, pod), worker, without_prometheus(component.annotations), serves=False
         ),

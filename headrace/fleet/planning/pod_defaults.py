@@ -15,7 +15,7 @@ from headrace.fleet.planning.pod_templates import main_container
 from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str
 
 SLEEP_ACTION = "sleep-action"
-"""Capability of a cluster whose kubelets sleep by themselves in a `preStop` hook; others need `sleep` in the image."""
+"""Capability of a cluster whose kubelets support `sleep` in a `preStop` hook; others need the program in the image."""
 SLOWEST_REQUEST_SECONDS = 300
 """Longest duration of a request of a component without `timeoutSeconds`."""
 _DRAIN_SECONDS = 30
@@ -31,7 +31,7 @@ def serving_pod(context: PlanContext, component: Component, pod: Document) -> Ob
 
 
 def with_last_log_lines(pod: Document) -> Object:
-    """Return a pod whose status has the last lines of a container that failed, where it writes no message of its own."""
+    """Return a pod whose status has the last log lines of a failed container, unless it writes a message of its own."""
     changed: Object = dict(pod)
     for kind in ("containers", "initContainers"):
         if kind in pod:
@@ -55,7 +55,7 @@ def stop_seconds(context: PlanContext, seconds: int) -> int:
 
 
 def with_graceful_stop(context: PlanContext, pod: Document, seconds: int) -> Object:
-    """Return a pod that keeps serving until kube-proxy and routers have forgotten it, and then for its open requests.
+    """Return a pod that keeps serving until kube-proxy and routers have removed it, and then finishes its open requests.
 
     A pod that is deleted leaves the endpoints of its Services, but requests come to it for a few seconds more. Without a
     wait its server would refuse them. seconds: how long a request may take.
@@ -113,7 +113,7 @@ _ESCALATING = frozenset({"SYS_ADMIN", "CAP_SYS_ADMIN", "ALL"})
 
 
 def with_few_privileges(context: PlanContext, pod: Document) -> Object:
-    """Return a pod as the Pod Security Standard `restricted` asks for it, but for what the runtime or the service sets.
+    """Return a pod that meets the Pod Security Standard `restricted`, except for fields set by the runtime or the service.
 
     The fields are those of the containers, since Knative takes none of the pod.
     """
@@ -125,7 +125,7 @@ def with_few_privileges(context: PlanContext, pod: Document) -> Object:
         if kind in pod:
             changed[kind] = [_with_few_privileges(container, pod, setting) for container in get_list(pod, kind)]
     if not get_str(pod, "serviceAccountName"):
-        # A pod with an account of its own is one that needs its token.
+        # A pod with its own ServiceAccount needs its token.
         changed.setdefault("automountServiceAccountToken", False)
     return changed
 

@@ -56,7 +56,7 @@ def without_prometheus(annotations: Mapping[str, str]) -> dict[str, str]:
 
 
 def pod_problems(component: Component) -> Iterator[Problem]:
-    """Yield what the API server would refuse in the pods."""
+    """Yield the problems of pods that the API server would refuse."""
     for prefix, pod in (("", component.pod), ("leader.", component.leader), ("worker.", component.worker)):
         if pod is None or (not prefix and component.leader is not None):
             continue

@@ -65,15 +65,15 @@ def deployment(
     component: Component,
     name: str,
     revision: str,
-    kept: Document | None = None,
+    live: Document | None = None,
     replicas: int | None = None,
     share: int | None = None,
 ) -> Object:
-    """Return a Deployment. Without `replicas` they are not set, which keeps autoscaling. `kept`: keep its pods."""
+    """Return a Deployment. Without `replicas` they are not set, which keeps autoscaling. `live`: keep its pods."""
     labels = {**app_labels(component, name), REVISION_LABEL: revision}
     pods = (
-        live_template(kept)
-        if kept
+        live_template(live)
+        if live
         else pod_template(serving_pod(context, component, component.pod), labels, component.annotations)
     )
     spec: Object = {
@@ -91,9 +91,9 @@ def deployment(
 
 def live_template(live: Document) -> Object:
     """Return the pod template of a live Deployment."""
-    kept = get_mapping(live, "spec", "template")
-    metadata = {name: value for name, value in get_mapping(kept, "metadata").items() if value is not None}
-    return {**kept, "metadata": metadata}
+    template = get_mapping(live, "spec", "template")
+    metadata = {name: value for name, value in get_mapping(template, "metadata").items() if value is not None}
+    return {**template, "metadata": metadata}
 
 
 def canary_replicas(
@@ -113,8 +113,8 @@ def canary_replicas(
         return None
     stable = get_int(rollout.kept, "spec", "replicas") if rollout.kept else None
     stable = max(1, component.extension.min_replicas) if stable is None else max(1, stable)
-    wanted = ceil(stable * share / (100 - share)) if share < 100 else stable
-    return max(1, min(wanted, max(component.extension.max_replicas, 1)))
+    desired = ceil(stable * share / (100 - share)) if share < 100 else stable
+    return max(1, min(desired, max(component.extension.max_replicas, 1)))
 
 
 def _canary_share(rollout: Rollout) -> int:

@@ -62,7 +62,7 @@ class Rollout:
     stuck: str = ""
     """In a canary: why they will not become available, if known."""
     held: int | None = None
-    """Replicas of a canary that gets no more requests, while some may still be on their exposure to it."""
+    """Replicas of a canary that gets no new requests, while some may still be in flight to it."""
     trial: bool = False
     """Knative runs the newest revision next to the previous one, in a rollout by steps."""
 
@@ -143,18 +143,18 @@ def _rollout(
 def is_settled(live: Document) -> bool:
     """Whether all pods of a live workload are of its latest template and available.
 
-    The available pods do not say of which template they are. Only without any other pods are they all of the latest:
+    Available pods do not name their template. They are all of the latest one only if there are no other pods:
     during a rolling update with a surge pod, the old pods alone may be as many as wanted.
     """
-    status, wanted = get_mapping(live, "status"), get_int(live, "spec", "replicas")
-    wanted = 1 if wanted is None else wanted
+    status, desired = get_mapping(live, "status"), get_int(live, "spec", "replicas")
+    desired = 1 if desired is None else desired
     observed, generation = get_int(status, "observedGeneration"), get_int(live, "metadata", "generation")
     if observed is None and kind_of(live) == "Deployment":
         return False  # just created
     if observed is not None and generation is not None and observed < generation:
         return False
     updated = get_int(status, "updatedReplicas") or 0
-    return (get_int(status, "replicas") or 0) == updated == available_replicas(live) and updated >= wanted
+    return (get_int(status, "replicas") or 0) == updated == available_replicas(live) and updated >= desired
 
 
 def stuck_reason(live: Document | None, condition_type: str = "Progressing") -> str:

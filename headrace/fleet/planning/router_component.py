@@ -131,8 +131,10 @@ def _with_config(pod: Document, component: Component) -> Document:
     if not component.config or not get_list(pod, "containers"):
         return pod
     main = main_container(pod)
-    given = {get_str(variable, "name") for variable in get_list(main, "env")}
-    more = [{"name": name, "value": value} for name, value in sorted(component.config.items()) if name not in given]
+    variable_names = {get_str(variable, "name") for variable in get_list(main, "env")}
+    more = [
+        {"name": name, "value": value} for name, value in sorted(component.config.items()) if name not in variable_names
+    ]
     changed: Document = {**main, "env": [*get_list(main, "env"), *more]}
     args = [*get_list(main, "command"), *get_list(main, "args")]
     if args[:1] == ["router"] or args[:2] == ["headrace", "router"]:

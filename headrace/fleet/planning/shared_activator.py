@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared activator: which of its ports serves a service that is scaled to zero, and how requests get there.
+"""The shared activator: its port for each service that is scaled to zero, and how requests get there.
 
 The activator is one Deployment for all services (`headrace operator activator`). It has a port for each service, so that any
-request finds its service, whatever host name and protocol it uses. The operator writes two things: what the activator has to
-know of a service, in an annotation of the front router's Deployment, and an EndpointSlice that adds the activator's pods to
+request finds its service, whatever host name and protocol it uses. The operator writes two things: the service's activation
+settings, in an annotation of the front router's Deployment, and an EndpointSlice that adds the activator's pods to
 the Service of the InferenceService. The endpoints of the front router are in other EndpointSlices, which Kubernetes itself
 writes: the activator is added before the front router goes, and removed after the front router is back.
 """
@@ -20,7 +20,7 @@ from headrace.fleet.planning.context import Object, PlanContext
 from headrace.platforms.kubernetes_client.objects import Document, annotations_of, get_int, get_list, get_str
 
 ACTIVATION = "ome.io/activation"
-"""Annotation of a front router's Deployment: what the shared activator knows of the service, as JSON."""
+"""Annotation of a front router's Deployment: the service's activation settings for the shared activator, as JSON."""
 FIRST_PORT, LAST_PORT = 20_000, 29_999
 """Ports of the activator, one for each service: below those that Linux gives to outgoing connections."""
 ENDPOINT_SLICE = ("discovery.k8s.io/v1", "EndpointSlice")
@@ -36,7 +36,7 @@ def activation_annotation(port: int, activation: Mapping[str, Any]) -> str:
 
 
 def activation_of(front: Document | None) -> dict[str, Any] | None:
-    """Return what the annotation of a front router's Deployment says; None without a valid one."""
+    """Return the activation settings in the annotation of a front router's Deployment; None without valid ones."""
     text = annotations_of(front).get(ACTIVATION, "") if front is not None else ""
     try:
         activation = json.loads(text) if text else None
@@ -53,7 +53,7 @@ def slice_name(context: PlanContext) -> str:
 
 @dataclass(frozen=True)
 class SharedActivator:
-    """The shared activator as one service sees it."""
+    """The shared activator from the view of one service."""
 
     namespace: str
     account: str
@@ -102,13 +102,13 @@ def _family(address: str) -> str:
 
 
 def is_scaled_to_zero(context: PlanContext, workloads: Sequence[tuple[str, str]]) -> bool:
-    """Whether all of these workloads (kind, name) exist and are to have no pods."""
+    """Whether all of these workloads (kind, name) exist and have zero desired replicas."""
     lives = [context.live_object(kind, name) for kind, name in workloads]
     return bool(lives) and all(live is not None and get_int(live, "spec", "replicas") == 0 for live in lives)
 
 
 def front_serves(front: Document | None) -> bool:
-    """Whether a front router runs and is to stay: only then do requests go to it alone."""
+    """Whether a front router runs and is not being scaled down: only then do requests go to it alone."""
     if front is None or get_int(front, "spec", "replicas") == 0 or get_str(front, "metadata", "deletionTimestamp"):
         return False
     observed, generation = get_int(front, "status", "observedGeneration"), get_int(front, "metadata", "generation")

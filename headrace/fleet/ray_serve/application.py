@@ -60,8 +60,8 @@ def build(arguments: Mapping[str, Any]) -> Any:
 
     Raises InvalidArgument with every problem of the files.
     """
-    given = arguments.get("files", "")
-    paths = [str(path) for path in given] if isinstance(given, list | tuple) else str(given).split(",")
+    files = arguments.get("files", "")
+    paths = [str(path) for path in files] if isinstance(files, list | tuple) else str(files).split(",")
     services = read_services(read([Path(path.strip()) for path in paths if path.strip()]))
     problems = [str(error) for error in services.errors]
     if not problems and len(services.specs) != 1:

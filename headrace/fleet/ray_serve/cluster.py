@@ -50,7 +50,7 @@ class ServiceStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all replicas that it should have are ready."""
+        """Whether all desired replicas are ready."""
         return self.state == "RUNNING"
 
     @property
@@ -73,7 +73,7 @@ def connected(address: str = "") -> Iterator[Cluster]:
         raise MissingExtra("a Ray cluster", "ray") from None
     target = address or os.environ.get(ADDRESS_VARIABLE, "") or "auto"
     _check_address(target)
-    # What these loggers tell is in our own lines, or in the logs of the cluster.
+    # Our own log lines, or the logs of the cluster, have the same information.
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -93,9 +93,9 @@ class Cluster:
     def deploy(
         self, spec: ReplicaSpec, route: str, endpoint: HttpEndpoint, seconds: float, progress: Progress = lambda _: None
     ) -> str:
-        """Deploy a service, or update it, and wait until it is ready. Return its URL, "" if Ray Serve ran already.
+        """Deploy or update a service, and wait until it is ready. Return its URL; "" if Ray Serve was running already.
 
-        A service that never ran and cannot start is removed again. Raises FailedPrecondition if it cannot start,
+        A new service that cannot start is removed again. Raises FailedPrecondition if it cannot start,
         DeadlineExceeded if it takes longer than `seconds`.
         """
         import ray
@@ -157,21 +157,21 @@ class Cluster:
         while self.find(name) is not None:
             if time.monotonic() >= ends:
                 raise DeadlineExceeded(
-                    f"{name} is not gone after {seconds:g} seconds, and Ray Serve goes on deleting it: open requests are "
-                    "answered first, and a replica that waits for resources is given the same time"
+                    f"{name} is not deleted after {seconds:g} seconds, and Ray Serve goes on deleting it: open requests "
+                    "are answered first, and a replica that waits for resources gets the same time"
                 )
             time.sleep(_POLL_SECONDS)
 
     def _wait(self, spec: ReplicaSpec, seconds: float, progress: Progress) -> ServiceStatus:
-        ends, shown = time.monotonic() + seconds, ""
+        ends, last_message = time.monotonic() + seconds, ""
         while True:
             status = self.find(spec.name)
             if status is not None and (status.is_ready or status.has_failed):
                 return status
             line = _progress_line(spec, status)
-            if line != shown:
+            if line != last_message:
                 progress(line)
-                shown = line
+                last_message = line
             if time.monotonic() >= ends:
                 reason = _missing_resources(spec) or "see `ray status` and the logs of the replicas in Ray's dashboard"
                 raise DeadlineExceeded(
@@ -181,14 +181,16 @@ class Cluster:
 
 
 def _check_address(address: str) -> None:
-    """Refuse what is no address of a cluster, and one where nothing listens: Ray itself would try for a minute."""
+    """Validate the address of a cluster, and check that something listens there: Ray itself would try for a minute."""
     if address in ("auto", "local"):
         if address == "local":
             raise InvalidArgument("--address local would start a cluster of its own: run `ray start --head` first")
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if "/" in host or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgument(f"{address[:200]!a} is no address of a Ray cluster: write HOST:6379 or ray://HOST:10001")
+        raise InvalidArgument(
+            f"{address[:200]!a} is not the address of a Ray cluster: write HOST:6379 or ray://HOST:10001"
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
             pass
@@ -221,9 +223,9 @@ def _word(value: Any) -> str:
 
 
 def shown_message(message: str) -> str:
-    """Return our own error of a traceback, or else the whole message, shortened from the front."""
-    found = _OUR_ERROR.findall(message)
-    return (found[-1].strip() if found else message)[-_MAX_MESSAGE:]
+    """Return the Headrace error in a traceback, else the last part of the whole message."""
+    own_errors = _OUR_ERROR.findall(message)
+    return (own_errors[-1].strip() if own_errors else message)[-_MAX_MESSAGE:]
 
 
 def _progress_line(spec: ReplicaSpec, status: ServiceStatus | None) -> str:
@@ -233,12 +235,12 @@ def _progress_line(spec: ReplicaSpec, status: ServiceStatus | None) -> str:
 
 
 def _missing_resources(spec: ReplicaSpec) -> str:
-    """Return why no node can ever take a replica, as far as the cluster is now; "" if one can."""
+    """Return why no node of the current cluster can take a replica; "" if one can."""
     import ray
 
-    wanted = bundle(spec)
+    resources = bundle(spec)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if any(all(node.get(name, 0.0) >= amount for name, amount in wanted.items()) for node in nodes):
+    if any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in nodes):
         return ""
-    words = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items())
+    words = ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
     return f"no node of the cluster has what a replica of {spec.name} needs ({words}), unless Ray's autoscaler adds one"

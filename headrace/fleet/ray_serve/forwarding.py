@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward one HTTP request to the server of a replica, and stream both bodies.
 
-Nothing is collected: of a response at most two times `_BUFFER_BYTES` are read before the caller takes them. A connection
-carries one request, so that a failure is of this request and never of an idle connection that the server had closed.
+Bodies are streamed: at most twice `_BUFFER_BYTES` of a response are buffered. Each request has its own connection, so a
+failure is never that of an idle connection which the server had closed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HOP_BY_HOP = frozenset(
 _OF_PROXY = frozenset({"date", "server"})
 """Fields of responses that Ray's proxy adds itself."""
 _ANSWERED = "expect"
-"""Ray's proxy has answered `Expect: 100-continue` already."""
+"""Not forwarded: Ray's proxy has already answered `Expect: 100-continue`."""
 
 Fields = list[tuple[str, str]]
 
@@ -55,7 +55,7 @@ class ForwardRequest:
 
 @dataclass(frozen=True)
 class ForwardResponse:
-    """The head of a response, and its body as it comes."""
+    """A response: its head, and a stream of its body."""
 
     status: int
     headers: Fields
@@ -63,7 +63,7 @@ class ForwardResponse:
 
 
 class ResponseBody(AsyncIterator[bytes]):
-    """The body of a response, as it comes. Close it, also after its end."""
+    """Stream of a response's body. Close it, even after its end."""
 
     def __init__(self, response: aiohttp.ClientResponse, request_seconds: float) -> None:
         self._response = response
@@ -147,10 +147,10 @@ def ended_error() -> Unavailable:
 def without_hop_by_hop(headers: Iterable[tuple[str, str]]) -> Fields:
     """Return header fields without those of the connection, nor those that its `Connection` field names."""
     fields = list(headers)
-    named = {
+    connection_fields = {
         option.strip().lower() for name, value in fields if name.lower() == "connection" for option in value.split(",")
     }
-    return [(name, value) for name, value in fields if name.lower() not in _HOP_BY_HOP | named]
+    return [(name, value) for name, value in fields if name.lower() not in _HOP_BY_HOP | connection_fields]
 
 
 def target_of(scope: Mapping[str, object]) -> str:

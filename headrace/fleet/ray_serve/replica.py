@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.ray")
 
 _LAST_ERRORS_SECONDS = 1.0
-"""For the errors of open requests to leave the process, before it ends."""
+"""Delay before the process exits, so that the errors of open requests are sent."""
 _STOP_SECONDS = 10.0
-"""For a server without open requests to end, after SIGTERM."""
+"""Time for a server without open requests to exit after SIGTERM."""
 
 
 class ReplicaServer:
@@ -78,7 +78,7 @@ class ReplicaServer:
         await self._server.check()
 
     async def watched(self) -> None:
-        """Wait until the server has ended by itself and the replica's process was told to end."""
+        """Wait until the server has exited by itself and the exit of the replica's process was requested."""
         await self._watch
 
     async def stop(self) -> None:
@@ -95,7 +95,7 @@ class ReplicaServer:
 
 
 class _ForwardedResponse(StreamingResponse):
-    """A response of the server. However it ends, its connection is closed."""
+    """A response of the server; closes its connection at the end, whether or not it was sent."""
 
     def __init__(self, response: ForwardResponse) -> None:
         super().__init__(response.body, response.status)

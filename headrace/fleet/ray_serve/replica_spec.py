@@ -11,14 +11,14 @@ from headrace.platforms.kubernetes_client.objects import Document
 from headrace.version import __version__
 
 DEPLOYMENT = "headrace"
-"""Name of the one deployment of each application: our commands know our applications by it."""
+"""Name of the only deployment of each application. Our commands identify our applications by it."""
 MIN_CHECK_SECONDS = 10.0
 """Time limit of a health check, at least: Ray replaces a replica after three that failed."""
 _CONSTRUCTOR_TRIES = 3
 """Ray's default of 20 hides for minutes that a model is missing."""
 _DRAIN_POLL_SECONDS = 0.5
 _STOP_SECONDS = 10.0
-"""Added to the time for open requests: to end the server after them."""
+"""Added to the grace period of requests: time for the server to exit after them."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class ReplicaSpec:
     min_replicas: int
     max_replicas: int
     target_requests: int
-    """Requests in flight per replica that Ray Serve scales to."""
+    """Target of Ray Serve's autoscaling: requests in flight per replica."""
     max_requests: int
     """Maximum requests in flight per replica; more wait in Ray Serve's proxies."""
     idle_seconds: float | None
-    """Without requests for so long a service that may scale to zero does; None: Ray's default."""
+    """Time without requests after which the service scales to zero; None: Ray's default."""
     cpus: float
     gpus: int
     memory: int
@@ -46,7 +46,7 @@ class ReplicaSpec:
     request_seconds: float
     """Maximum duration of a request; 0: unlimited."""
     grace_seconds: float
-    """How long open requests may take after a replica is told to stop."""
+    """Grace period for open requests after a replica gets the stop signal."""
     health_seconds: float
     """Between two health checks."""
     version: str = __version__

@@ -224,4 +224,4 @@ def find_model(spec: ReplicaSpec, node: str, fetch: Callable[..., Path] = fetch_
 
 
 def _find_nothing(_kind: str, _name: str) -> None:
-    """There are no ConfigMaps and Secrets on Ray."""
+    """Return None: Ray has no ConfigMaps and Secrets."""

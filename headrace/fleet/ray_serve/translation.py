@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate InferenceServices into settings for Ray Serve, and name what has no meaning on Ray. Pure.
+"""Translate InferenceServices into settings for Ray Serve, and report every field that Ray does not support. Pure.
 
 A service is planned as for any fleet: admission, choice of the runtime, merging. Of the plan Ray needs the engine's pod and
-how it scales. Whatever the service itself asks for must have a meaning here, or it is refused. A runtime is written for
-Kubernetes too: of its pod only what decides what runs can be refused, and the rest is ignored, as `headrace up` does.
+how it scales. A field of the service itself that Ray does not support is an error. Runtimes are written for Kubernetes too,
+so only those fields of their pods are checked that decide what runs; the others are ignored, as by `headrace up`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from headrace.platforms.kubernetes_client.objects import (
 
 _SETTINGS = FleetSettings(node_pinning="none", pre_stop_seconds=0, pod_security="unchanged")
 _CAPABILITIES = frozenset({COUNTS_REQUESTS, "lws", "ray", "keda"})
-"""More than Ray has: what it has not is refused here, in words about Ray."""
+"""More than Ray has: planning must not report what Ray lacks, because this module explains it in terms of Ray."""
 _REMOVE = "remove it, or run the service by `headrace up` or on Kubernetes"
 _DEFAULT_MAX_REQUESTS = 1000
 """Requests in flight per replica. Ray's default of 5 would starve a server that batches and queues by itself."""
@@ -97,9 +97,9 @@ _FIXES = {
     "spec.engine.initContainers": "prepare the files on the nodes of the cluster",
     "spec.engine.containers": "remove them: a replica runs one server",
 }
-"""The next step, where there is a better one than `_REMOVE`."""
+"""Fixes for fields with a better one than `_REMOVE`."""
 _OWN_ANNOTATIONS = ("ome.io/", "autoscaling.", "serving.knative.dev/", "kueue", "rdma.ome.io/")
-"""Prefixes of annotations that ask a fleet to do something."""
+"""Prefixes of annotations that change how a fleet runs a service."""
 _RAW_MODES = (RAW, OME_NATIVE)
 
 
@@ -120,9 +120,9 @@ def read_services(files: ParsedFiles) -> RayServices:
     specs: list[ReplicaSpec] = []
     errors, warnings = list(asked.errors), []
     for source in asked.services:
-        found, doubts, spec = _translate_source(source, asked)
-        errors += found
-        warnings += doubts
+        translated, service_warnings, spec = _translate_source(source, asked)
+        errors += translated
+        warnings += service_warnings
         if spec is not None:
             specs.append(spec)
     names = [spec.name for spec in specs]
@@ -170,7 +170,7 @@ def replica_spec(planned: Plan) -> ReplicaSpec:
 
 
 def unsupported(planned: Plan) -> Iterator[Problem]:
-    """Yield what a planned service asks for and Ray cannot do."""
+    """Yield a problem for each field of a planned service that Ray does not support."""
     spec = get_mapping(planned.service, "spec")
     yield from _unknown_fields("spec", spec, _SPEC_FIELDS)
     yield from _unknown_fields("spec.engine", get_mapping(spec, ENGINE), _ENGINE_FIELDS)
@@ -191,14 +191,14 @@ def unsupported(planned: Plan) -> Iterator[Problem]:
         yield from _pod_problems(planned)
 
 
-def _unknown_fields(path: str, given: Document, known: Collection[str]) -> Iterator[Problem]:
-    for name, value in given.items():
+def _unknown_fields(path: str, section: Document, known: Collection[str]) -> Iterator[Problem]:
+    for name, value in section.items():
         if name not in known and value is not None:
             yield _problem(f"{path}.{name}")
 
 
 def _problem(field: str) -> Problem:
-    return Problem(field, "has no meaning on Ray", _FIXES.get(field, _REMOVE))
+    return Problem(field, "is not supported on Ray", _FIXES.get(field, _REMOVE))
 
 
 def _credential_problems(model: Document | None) -> Iterator[Problem]:
@@ -219,23 +219,23 @@ def _annotation_problems(service: Document) -> Iterator[Problem]:
         if name != DEPLOYMENT_MODE:
             yield _problem(field)
         elif value not in (*_RAW_MODES, MULTI_NODE, MULTI_NODE_RAY):  # admission writes the last two for workers
-            yield Problem(field, f"{value} has no meaning on Ray", f"write {RAW}, or remove it")
+            yield Problem(field, f"{value} is not supported on Ray", f"write {RAW}, or remove it")
 
 
 def _scaling_problems(engine: Document) -> Iterator[Problem]:
     # Without a metric, a service that scales to zero counts requests everywhere.
     metric = get_str(engine, "scaleMetric") or ("concurrency" if get_int(engine, "minReplicas") == 0 else "")
     if metric not in ("", "concurrency"):
-        message = f"{metric} has no meaning on Ray, whose replicas are scaled by requests in flight"
+        message = f"{metric} is not supported on Ray, which scales replicas by requests in flight"
         yield Problem("spec.engine.scaleMetric", message, "write concurrency, with a scaleTarget of requests")
     elif engine.get("scaleTarget") is not None and not metric:
-        message = "without a scaleMetric it is a share of the CPU, by which Ray does not scale"
+        message = "without a scaleMetric it is a share of the CPU, which Ray does not scale by"
         yield Problem("spec.engine.scaleTarget", message, "write scaleMetric: concurrency beside it")
     declared = get_str(engine, "autoscaler", "class")
     if declared not in ("", "None"):
         yield Problem(
             "spec.engine.autoscaler.class",
-            f"{declared} has no meaning on Ray, whose replicas are scaled by requests in flight",
+            f"{declared} is not supported on Ray, which scales replicas by requests in flight",
             "write None for minReplicas replicas, or scaleMetric: concurrency instead of autoscaler",
         )
     concurrency, target = get_int(engine, "containerConcurrency"), get_int(engine, "scaleTarget")
@@ -250,10 +250,10 @@ def _scaling_problems(engine: Document) -> Iterator[Problem]:
 def _pod_problems(planned: Plan) -> Iterator[Problem]:
     pod = _engine_pod(planned)
     spec = get_mapping(pod, "spec")
-    given = get_mapping(planned.service, "spec", ENGINE)
-    for name, most in (("initContainers", 0), ("containers", 1)):
-        if len(get_list(spec, name)) > most and name not in given:
-            message = f"the runtime {_runtime_name(planned)} has some, and they have no meaning on Ray"
+    engine = get_mapping(planned.service, "spec", ENGINE)
+    for name, maximum in (("initContainers", 0), ("containers", 1)):
+        if len(get_list(spec, name)) > maximum and name not in engine:
+            message = f"the runtime {_runtime_name(planned)} has some, and they are not supported on Ray"
             yield Problem(f"spec.engine.{name}", message, "choose a runtime with one container")
     container = main_container(spec)
     yield from _resource_problems(container)
@@ -267,17 +267,19 @@ def _resource_problems(container: Document) -> Iterator[Problem]:
         for name in get_mapping(container, "resources", kind):
             if name not in ("cpu", "memory", *_GPUS):
                 field = f"spec.engine.runner.resources.{kind}.{name}"
-                yield Problem(field, "has no meaning on Ray", f"write cpu, memory or {_GPUS[0]}")
+                yield Problem(field, "is not supported on Ray", f"write cpu, memory or {_GPUS[0]}")
 
 
 def _volume_problems(spec: Document, container: Document, model: Document | None) -> Iterator[Problem]:
     path = get_str(model, "spec", "storage", "path")
-    own = {get_str(mount, "name") for mount in get_list(container, "volumeMounts") if mount.get("mountPath") == path}
-    mounted = {get_str(mount, "name") for mount in get_list(container, "volumeMounts")} - own
+    volume_names = {
+        get_str(mount, "name") for mount in get_list(container, "volumeMounts") if mount.get("mountPath") == path
+    }
+    mounted = {get_str(mount, "name") for mount in get_list(container, "volumeMounts")} - volume_names
     for volume in get_list(spec, "volumes"):
         name = get_str(volume, "name")
         if name in mounted and "emptyDir" not in volume and "hostPath" not in volume:
-            message = "only emptyDir and hostPath have a meaning on Ray"
+            message = "only emptyDir and hostPath are supported on Ray"
             yield Problem(f"spec.engine.volumes[{name}]", message, "put the files on the nodes, and write hostPath")
 
 
@@ -311,7 +313,7 @@ def _command_problems(pod: Document, container: Document) -> Iterator[Problem]:
         message = f"the server has {ranks} ranks and {gpus} GPUs"
         yield Problem("spec.engine.runner.resources", message, f"ask for {_GPUS[0]}: {ranks}, on one node")
     if _option(command.args, ("--nnodes",)) not in ("", "1"):
-        yield Problem("spec.engine.runner.args", "--nnodes has no meaning on Ray", _FIXES["spec.engine.worker"])
+        yield Problem("spec.engine.runner.args", "--nnodes is not supported on Ray", _FIXES["spec.engine.worker"])
 
 
 def _ranks(args: Collection[str]) -> int:
@@ -345,9 +347,9 @@ def _gpu_count(container: Document) -> int:
 
 def _engine_pod(planned: Plan) -> Document:
     """Return the pod template of the engine's Deployment."""
-    wanted = component_name(name_of(planned.service), ENGINE)
+    deployment_name = component_name(name_of(planned.service), ENGINE)
     for document in planned.objects:
-        if kind_of(document) == "Deployment" and name_of(document) == wanted:
+        if kind_of(document) == "Deployment" and name_of(document) == deployment_name:
             return get_mapping(document, "spec", "template")
     return {}
 

@@ -106,91 +106,97 @@ def advance(
     policy: RolloutPolicy | None, before: RolloutState | None, observation: RolloutObservation, now: datetime
 ) -> Advance:
     """Return the next state; None if there is no rollout."""
-    known = before if before is not None and before.revision == observation.latest else None
+    current = before if before is not None and before.revision == observation.latest else None
     if policy is None or not observation.two:
         # The outcome stays until the next rollout, or until the old revision is requested again.
-        ended = known is not None and (known.phase == PROMOTED or (known.phase == ROLLED_BACK and observation.two))
-        return (known if ended else None), ()
-    if known is None:
+        ended = current is not None and (
+            current.phase == PROMOTED or (current.phase == ROLLED_BACK and observation.two)
+        )
+        return (current if ended else None), ()
+    if current is None:
         steps = ", ".join(f"{step} %" for step in policy.steps)
         started = RolloutState(observation.latest, command=policy.command, message="waits until its pods answer")
         message = f"{observation.component}: a new revision gets {steps}, then all requests"
         return started, [RolloutEvent("Normal", "RolloutStarted", message)]
-    if policy.command != known.command:
-        outcome = _execute_command(policy, replace(known, command=policy.command), observation, now)
+    if policy.command != current.command:
+        outcome = _execute_command(policy, replace(current, command=policy.command), observation, now)
         if outcome is not None:
             return outcome
-        known = replace(known, command=policy.command)
-    if known.over:
-        return known, ()
-    if known.phase == WAITING or known.since is None:
-        return _start_step(known, policy, observation, now)
+        current = replace(current, command=policy.command)
+    if current.over:
+        return current, ()
+    if current.phase == WAITING or current.since is None:
+        return _start_step(current, policy, observation, now)
     # If the clock was set back, the step does not wait until that time comes again.
-    since = min(known.since, now)
-    known, seconds = replace(known, since=since), (now - since).total_seconds()
+    since = min(current.since, now)
+    current, seconds = replace(current, since=since), (now - since).total_seconds()
     return _apply_decision(
-        policy, known, observation, decide(policy, known.step, seconds, _step_observation(known, observation)), now
+        policy,
+        current,
+        observation,
+        decide(policy, current.step, seconds, _step_observation(current, observation)),
+        now,
     )
 
 
 def _execute_command(
-    policy: RolloutPolicy, known: RolloutState, observation: RolloutObservation, now: datetime
+    policy: RolloutPolicy, state: RolloutState, observation: RolloutObservation, now: datetime
 ) -> Advance | None:
     """Execute a new command of the user."""
     verb = command_for(policy.command, observation.component)
-    if verb == PROMOTE and known.phase != PROMOTED:
-        return _finish(known, PROMOTED, "by hand", observation, now)
-    if verb == UNDO and known.phase != ROLLED_BACK:
-        return _finish(known, ROLLED_BACK, "by hand", observation, now)
-    if verb == RETRY and known.over:
-        started = RolloutState(known.revision, command=known.command, message="waits until its pods answer")
+    if verb == PROMOTE and state.phase != PROMOTED:
+        return _finish(state, PROMOTED, "by hand", observation, now)
+    if verb == UNDO and state.phase != ROLLED_BACK:
+        return _finish(state, ROLLED_BACK, "by hand", observation, now)
+    if verb == RETRY and state.over:
+        started = RolloutState(state.revision, command=state.command, message="waits until its pods answer")
         return started, [
             RolloutEvent("Normal", "RolloutStarted", f"{observation.component}: the same revision once more")
         ]
     return None
 
 
-def _start_step(known: RolloutState, policy: RolloutPolicy, observation: RolloutObservation, now: datetime) -> Advance:
+def _start_step(state: RolloutState, policy: RolloutPolicy, observation: RolloutObservation, now: datetime) -> Advance:
     """Start the first step: its time runs from when all pods are ready, but requests count from the first one."""
     if observation.stuck:
-        return _finish(known, ROLLED_BACK, observation.stuck, observation, now)
-    if not known.counts:
-        known = replace(known, counts=_baseline(observation))
+        return _finish(state, ROLLED_BACK, observation.stuck, observation, now)
+    if not state.counts:
+        state = replace(state, counts=_baseline(observation))
     if not observation.settled:
-        return replace(known, message="waits until its pods answer"), ()
-    if observation.counted and not known.counts:
-        return replace(known, message="waits until its router answers"), ()
-    percent = policy.steps[min(known.step, len(policy.steps) - 1)]
-    return replace(known, phase=STEPPING, since=now, message=f"step {percent} %"), ()
+        return replace(state, message="waits until its pods answer"), ()
+    if observation.counted and not state.counts:
+        return replace(state, message="waits until its router answers"), ()
+    percent = policy.steps[min(state.step, len(policy.steps) - 1)]
+    return replace(state, phase=STEPPING, since=now, message=f"step {percent} %"), ()
 
 
-def _step_observation(known: RolloutState, observation: RolloutObservation) -> StepObservation:
+def _step_observation(state: RolloutState, observation: RolloutObservation) -> StepObservation:
     stats = None
     if observation.counted and observation.stats is not None:
         new, old = (
-            observation.stats.since(revision, known.counts) for revision in (observation.latest, observation.stable)
+            observation.stats.since(revision, state.counts) for revision in (observation.latest, observation.stable)
         )
         stats = StepStats(new, old, observation.stats.bounds)
     return StepObservation(observation.ready, observation.stuck, observation.counted, stats)
 
 
 def _apply_decision(
-    policy: RolloutPolicy, known: RolloutState, observation: RolloutObservation, decision: Decision, now: datetime
+    policy: RolloutPolicy, state: RolloutState, observation: RolloutObservation, decision: Decision, now: datetime
 ) -> Advance:
     if decision.verb == "undo":
-        return _finish(known, ROLLED_BACK, decision.reason, observation, now)
+        return _finish(state, ROLLED_BACK, decision.reason, observation, now)
     if decision.verb == "promote":
-        return _finish(known, PROMOTED, decision.reason, observation, now)
+        return _finish(state, PROMOTED, decision.reason, observation, now)
     if decision.verb == "next":
-        step = known.step + 1
+        step = state.step + 1
         message, counts = f"step {policy.steps[step]} %", _baseline(observation)
-        stepped = replace(known, step=step, since=now, message=message, counts=counts)
+        stepped = replace(state, step=step, since=now, message=message, counts=counts)
         return stepped, [
             RolloutEvent(
                 "Normal", "RolloutStep", f"{observation.component}: {decision.reason}; {policy.steps[step]} % now"
             )
         ]
-    return replace(known, message=decision.reason), ()
+    return replace(state, message=decision.reason), ()
 
 
 def _baseline(observation: RolloutObservation) -> Mapping[StatsKey, RequestStats]:
@@ -202,17 +208,17 @@ def _baseline(observation: RolloutObservation) -> Mapping[StatsKey, RequestStats
 
 
 def _finish(
-    known: RolloutState,
+    state: RolloutState,
     phase: Literal["RolledBack", "Promoted"],
-    why: str,
+    reason: str,
     observation: RolloutObservation,
     now: datetime,
 ) -> Advance:
-    message = f"{'promoted' if phase == PROMOTED else 'rolled back'}: {why}"
+    message = f"{'promoted' if phase == PROMOTED else 'rolled back'}: {reason}"
     event = RolloutEvent(
         "Normal" if phase == PROMOTED else "Warning", f"Rollout{phase}", f"{observation.component}: {message}"
     )
-    return replace(known, phase=phase, since=now, message=message, counts={}), [event]
+    return replace(state, phase=phase, since=now, message=message, counts={}), [event]
 
 
 Action = Literal["stay", "next", "promote", "undo"]
@@ -293,12 +299,12 @@ def _too_many_errors(policy: RolloutPolicy, counts: RequestStats) -> bool:
 
 def _too_slow(policy: RolloutPolicy, stats: StepStats) -> str:
     """Return why the new revision is too slow; "" if it is not, or if there are too few requests."""
-    new, old, most = stats.new, stats.old, policy.max_latency_ratio
-    least = max(policy.min_requests, 1)
-    if not most or new.timed < least or old.timed < least:
+    new, old, max_ratio = stats.new, stats.old, policy.max_latency_ratio
+    min_requests = max(policy.min_requests, 1)
+    if not max_ratio or new.timed < min_requests or old.timed < min_requests:
         return ""
     slow, usual = new.quantile_seconds(stats.bounds), old.quantile_seconds(stats.bounds)
-    if new.mean_seconds <= most * old.mean_seconds or slow <= most * usual:
+    if new.mean_seconds <= max_ratio * old.mean_seconds or slow <= max_ratio * usual:
         return ""
     times = new.mean_seconds / old.mean_seconds if old.mean_seconds else float("inf")
     means = f"a mean of {_duration(new.mean_seconds)} against {_duration(old.mean_seconds)}"

@@ -67,8 +67,8 @@ def rollout_problems(service: Document) -> Iterator[Problem]:
     mine = {name: value for name, value in annotations.items() if name.startswith(PREFIX)}
     for name, value in mine.items():
         if name not in _PARSERS:
-            near = nearest(name, _PARSERS)
-            fix = f"did you mean {near}?" if near else f"write one of {', '.join(_PARSERS)}"
+            closest = nearest(name, _PARSERS)
+            fix = f"did you mean {closest}?" if closest else f"write one of {', '.join(_PARSERS)}"
             yield Problem(_field(name), "is unknown, and would have no effect", fix)
             continue
         read, takes, example = _PARSERS[name]
@@ -107,13 +107,13 @@ def _steps(value: str) -> tuple[int, ...] | None:
     return steps if rising and steps[0] >= 1 else None
 
 
-def _number(least: float, most: float) -> Callable[[str], float | None]:
+def _number(minimum: float, maximum: float) -> Callable[[str], float | None]:
     def parse(text: str) -> float | None:
         try:
             value = float(text)
         except ValueError:
             return None
-        return value if math.isfinite(value) and least <= value <= most else None
+        return value if math.isfinite(value) and minimum <= value <= maximum else None
 
     return parse
 

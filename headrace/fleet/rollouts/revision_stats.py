@@ -68,13 +68,13 @@ class RequestStats:
         """Estimate a latency quantile from the buckets."""
         if not self.timed or not bounds:
             return 0.0
-        wanted = share * self.timed
-        for place, (count, total) in enumerate(zip(self.times, accumulate(self.times), strict=True)):
-            if total >= wanted and count:
-                if place >= len(bounds):
+        rank = share * self.timed
+        for index, (count, total) in enumerate(zip(self.times, accumulate(self.times), strict=True)):
+            if total >= rank and count:
+                if index >= len(bounds):
                     break
-                low = bounds[place - 1] if place else 0.0
-                return low + (bounds[place] - low) * (wanted - (total - count)) / count
+                low = bounds[index - 1] if index else 0.0
+                return low + (bounds[index] - low) * (rank - (total - count)) / count
         return bounds[-1]
 
 

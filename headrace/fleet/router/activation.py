@@ -10,9 +10,10 @@ and another scales targets above one replica.
     active -> deactivating          no request came for `idle_seconds`, or another client has scaled a target to zero
     deactivating -> scaled to zero  no replica counts as ready: a stopping replica must not be taken for a starting one
 
-A request that comes while the service deactivates waits for both. One router scales a service to zero: a second one could
-not know that the first is busy. Others may start its replicas, too: the shared activator of a cluster does so, and never
-scales to zero. With `shared`, the one that does allows for requests that the others hold.
+A request that arrives during deactivation waits until the service is active again. Only one router may scale a service to
+zero: a second one could not know that the first is busy. Others may start its replicas, too: the shared activator of a
+cluster does so, and never
+scales to zero. With `shared`, that router takes the requests held by others into account.
 """
 
 from __future__ import annotations
@@ -34,9 +35,15 @@ from headrace.fleet.autoscaling.autoscaler import (
     PanicState,
     decide_replicas,
 )
-from headrace.fleet.router.model_sleep import put_models_to_sleep
 from headrace.fleet.router.request_queue import HeldRequests
-from headrace.fleet.router.scale_targets import RETRY_SECONDS, ReplicaCounts, Scaler, ScalerError, ScaleTargets
+from headrace.fleet.router.scale_targets import (
+    RETRY_SECONDS,
+    ReplicaCounts,
+    Scaler,
+    ScalerError,
+    ScaleTargets,
+    put_models_to_sleep,
+)
 from headrace.fleet.router.settings import ActivationSettings, ScaleTarget
 
 if TYPE_CHECKING:
@@ -53,9 +60,9 @@ SCALED_TO_ZERO, ACTIVATING, ACTIVE, DEACTIVATING = "asleep", "waking", "awake", 
 _SAMPLE_SECONDS = 0.25
 """How often the load is sampled; more often if `idle_seconds` is less than a second."""
 _PROBE_SECONDS = 0.03
-"""How often a backend is probed during activation: a request may wait for so much longer than necessary."""
+"""Interval of probes during activation; it delays requests by at most as much."""
 _SLOW_PROBE_AFTER_SECONDS, _SLOW_PROBE_SECONDS = 30.0, 0.25
-"""A backend with ready replicas that has not answered for so long is probed less often."""
+"""Time without an answer after which a backend with ready replicas is probed less often."""
 _FIRST_WATCH_SECONDS = 3.0
 _DEACTIVATION_SECONDS = 15.0
 """How long to wait for replicas to stop counting as ready after a scale to zero."""
@@ -89,7 +96,7 @@ class Activator:
         self.state = ACTIVE
         self.targets = ScaleTargets(settings.targets, scaler, self._target_changed)
         self.cold_starts = ColdStartReporter(tracer)
-        self.held = HeldRequests(settings, self._why_inactive, self.cold_starts.request_refused)
+        self.held = HeldRequests(settings, self._inactive_reason, self.cold_starts.request_refused)
         self.activations = 0
         self.refresh_discovery: Callable[[], None] = lambda: None
         """Called when targets have changed: discovery may find new backends."""
@@ -159,9 +166,9 @@ class Activator:
                     await self._next_change()
         for target in self.targets.all:
             counts = self.targets.counts(target)
-            if counts is not None and counts.wanted > 1:
+            if counts is not None and counts.desired > 1:
                 # Do not scale down before there is a minute of samples.
-                self._panics[target] = PanicState(self._now() + KNATIVE.stable_seconds, counts.wanted)
+                self._panics[target] = PanicState(self._now() + KNATIVE.stable_seconds, counts.desired)
         if not self.targets.ready:
             self._backends.suspend()
             self._set_state(SCALED_TO_ZERO if self.targets.at_zero else ACTIVATING)
@@ -169,7 +176,7 @@ class Activator:
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._autoscale())]
 
     def drain(self, seconds: float) -> None:
-        """Prepare for a stop within so many seconds: refuse held requests in time, and scale nothing to zero any more."""
+        """Prepare to stop within some seconds: refuse held requests in time, and no longer scale to zero."""
         self._draining = True
         self.held.set_deadline(self._now() + max(0.0, seconds - min(1.0, seconds / 4)))
 
@@ -254,7 +261,7 @@ class Activator:
         self._set_state(DEACTIVATING)
 
     def _sleeps_instead(self) -> bool:
-        """Whether an idle service stays as it is, with its models asleep."""
+        """Whether an idle service keeps its replicas, with their models asleep."""
         settings = self._settings
         return bool(settings.sleep_level and settings.local is not None) and not self._cannot_sleep
 
@@ -262,8 +269,8 @@ class Activator:
         """Put the models of all backends to sleep. A request meanwhile waits in its server, which wakes the model."""
         try:
             urls = [backend.address.url for backend in self._backends.all]
-            named = await asyncio.gather(*(put_models_to_sleep(url, self._settings.sleep_level) for url in urls))
-            names = sorted({name for names in named for name in names})
+            model_names = await asyncio.gather(*(put_models_to_sleep(url, self._settings.sleep_level) for url in urls))
+            names = sorted({name for names in model_names for name in names})
             if not names:
                 log.warning("No model of %s can sleep: scaling to zero instead", self.targets)
                 self._cannot_sleep = True
@@ -274,7 +281,7 @@ class Activator:
             self._sleeping = None
 
     def _idle_seconds(self) -> float:
-        """Return how long no request may come before the targets are scaled to zero."""
+        """Return the idle time after which the targets are scaled to zero."""
         settings = self._settings
         if settings.shared and self.state == ACTIVATING:
             # Another router may hold the request that these replicas are started for. It waits no longer than this.
@@ -383,7 +390,7 @@ class Activator:
                     await self._next_change()
         self._meter.clear()
         self._panics.clear()
-        needed = len(self.held) or self.targets.wanted
+        needed = len(self.held) or self.targets.are_scaled_up
         self._last_active = self._now()
         self._set_state(ACTIVATING if needed else SCALED_TO_ZERO)
 
@@ -402,7 +409,7 @@ class Activator:
 
     async def _autoscale_target(self, target: ScaleTarget) -> None:
         counts = self.targets.counts(target)
-        if target.scale is None or counts is None or not counts.wanted or self._draining:
+        if target.scale is None or counts is None or not counts.desired or self._draining:
             return
         panic = self._panics.get(target, NO_PANIC)
         samples = self._meter.samples(target.scale.metric)
@@ -411,7 +418,7 @@ class Activator:
             return
         self._panics[target] = decision.panic
         async with self.targets.lock:
-            if self.active and decision.replicas != counts.wanted:
+            if self.active and decision.replicas != counts.desired:
                 await self.targets.scale(target, decision.replicas)
 
     # Private.
@@ -419,7 +426,7 @@ class Activator:
     def _target_changed(self) -> None:
         self._changed.set()
         self.refresh_discovery()
-        if self.state == SCALED_TO_ZERO and self.targets.wanted:
+        if self.state == SCALED_TO_ZERO and self.targets.are_scaled_up:
             log.info("Another client has scaled up %s", self.targets)
             self._last_active = self._now()
             self._set_state(ACTIVATING)
@@ -432,7 +439,7 @@ class Activator:
         self._changed.set()
 
     async def _next_change(self, seconds: float | None = None) -> None:
-        """Wait until something has changed, or for so long. Only one task may wait."""
+        """Wait until something has changed, at most for some seconds. Only one task may wait."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -443,9 +450,9 @@ class Activator:
         await asyncio.sleep(RETRY_SECONDS[0])
         await self._next_change(seconds)
 
-    def _why_inactive(self) -> str:
+    def _inactive_reason(self) -> str:
         names = ", ".join(backend.name for backend in self._backends.all)
-        return self.targets.why_not_ready() or (
+        return self.targets.not_ready_reason() or (
             f"its replicas are ready, but {names} cannot be reached; look at the Service and at network policies"
         )
 
@@ -520,10 +527,10 @@ class ColdStartReporter:
             self.on_cold_start(cold_start)
         self._trace(request, cold_start, now)
 
-    def request_refused(self, request: QueuedRequest, why: str) -> None:
+    def request_refused(self, request: QueuedRequest, reason: str) -> None:
         """Report a held request that is refused."""
         if self.last is not None:
-            self._trace(request, self.last, time.time(), why)
+            self._trace(request, self.last, time.time(), reason)
 
     def _trace(self, request: QueuedRequest, cold_start: ColdStart, now: float, failure: str = "") -> None:
         """Record the wait of one request as a span, with a child span for each part."""

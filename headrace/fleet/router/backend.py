@@ -177,7 +177,7 @@ class Health:
         """The shortest time in which active checks can bring a backend back."""
         return self._checks.interval_seconds * self._checks.rise if self._checks.path else 1.0
 
-    def checked(self, healthy: bool, now: float, why: str) -> bool:
+    def checked(self, healthy: bool, now: float, reason: str) -> bool:
         """Record the result of an active check. Returns True if it changes `up`."""
         first = self.checks == 0
         self.checks += 1
@@ -187,11 +187,11 @@ class Health:
             if healthy and not self.ejected:
                 self.reason = ""
             elif not healthy:
-                self.reason = why
+                self.reason = reason
             return False
         self._streak += 1
         if not healthy:
-            self.reason = why
+            self.reason = reason
         # The first result counts at once: there is no earlier state to weigh it against.
         if not first and self._streak < (self._checks.rise if healthy else self._checks.fall):
             return False
@@ -243,14 +243,14 @@ class Health:
         self._consecutive_failures = self._failures = 0
         self._healthy_before = self._healthy
 
-    def eject(self, now: float, why: str) -> None:
+    def eject(self, now: float, reason: str) -> None:
         """Take it out of rotation, for longer each time."""
         outliers = self._outliers
         self._ejections += 1
         self.ejected_times += 1
         seconds = min(outliers.ejection_seconds * self._ejections, outliers.longest_ejection_seconds)
         self.ejected = True
-        self.reason = f"{why}; out for {seconds:g} s"
+        self.reason = f"{reason}; out for {seconds:g} s"
         self._ejected_until = now + seconds
         self.reset_failures()
 

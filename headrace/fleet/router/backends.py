@@ -47,7 +47,7 @@ class RequestChooser(Protocol):
         """Return one of `live` and the reason for the choice; change nothing."""
 
     def explain(self, request: RequestView, live: Sequence[Backend]) -> dict[str, Any]:
-        """Return what the choice depends on, for people."""
+        """Return the details of the choice, for `/router/explain`."""
 
 
 class Backends:
@@ -123,17 +123,17 @@ class Backends:
             stats.refused += 1
         else:
             stats.failed += 1
-        why = "it refused requests" if outcome == Outcome.REFUSED else "requests to it failed"
-        self._request_failed(backend, now, why)
+        reason = "it refused requests" if outcome == Outcome.REFUSED else "requests to it failed"
+        self._request_failed(backend, now, reason)
 
     def end_ok(self, backend: Backend) -> None:
         """Run `end` with `Outcome.OK`."""
         backend.outstanding -= 1
         backend.stats.ok += 1
 
-    def checked(self, backend: Backend, healthy: bool, now: float, why: str = "") -> None:
-        """Record the result of an active check; `why` it failed, for people."""
-        if backend.health.checked(healthy, now, why):
+    def checked(self, backend: Backend, healthy: bool, now: float, reason: str = "") -> None:
+        """Record the result of an active check. `reason`: why it failed."""
+        if backend.health.checked(healthy, now, reason):
             self._update_live(backend, now)
 
     def tick(self, now: float) -> None:
@@ -233,7 +233,7 @@ class Backends:
         """Return after how many seconds a client may try again."""
         return max(1.0, self.all[0].health.recovery_seconds if self.all else 1.0)
 
-    def _request_failed(self, backend: Backend, now: float, why: str) -> None:
+    def _request_failed(self, backend: Backend, now: float, reason: str) -> None:
         if not backend.health.failed(backend.stats.healthy):
             return
         ejected = sum(other.health.ejected for other in self.all)
@@ -241,7 +241,7 @@ class Backends:
             # At most half of them are ejected: if all fail alike, ejecting them does not help.
             backend.health.reset_failures()
             return
-        backend.health.eject(now, why)
+        backend.health.eject(now, reason)
         self._update_live(backend, now)
 
     def _update_live(self, backend: Backend, now: float) -> None:

@@ -29,11 +29,11 @@ class Chooser:
     """Chooses backends and counts the reasons. Used from the loop's thread only."""
 
     def __init__(self, settings: RouterSettings, backends: Backends, policy: PromptPolicy | None = None) -> None:
-        """`policy`: in place of one that needs nothing but the settings."""
+        """`policy`: used instead of one created from the settings alone."""
         self._backends = backends
         self._limit = settings.max_outstanding
         self.policy: PromptPolicy | None = policy or _prompt_policy(settings, backends)
-        self.sessions = SessionAffinity(settings.sticky) if settings.sticky.wanted else None
+        self.sessions = SessionAffinity(settings.sticky) if settings.sticky.is_enabled else None
         self._all: Sequence[Backend] = backends.all
         self._ring = HashRing(backends.all)
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -44,10 +44,10 @@ class Chooser:
         live = self.candidates(exclude)
         if not live:
             return None
-        backend, why = self.decide(request, live, self._backends.pick_by_load)
+        backend, choice_reason = self.decide(request, live, self._backends.pick_by_load)
         if self.policy is not None:
             self.policy.record(backend, request)
-        self.counts[backend.name, reason or why] += 1
+        self.counts[backend.name, reason or choice_reason] += 1
         return backend
 
     def candidates(self, exclude: Collection[Backend] = ()) -> Sequence[Backend]:
@@ -71,7 +71,7 @@ class Chooser:
         return pick_by_load(live), ChoiceReason.POLICY
 
     def explain(self, request: RequestView, live: Sequence[Backend]) -> dict[str, Any]:
-        """Return what the choice depends on, for people."""
+        """Return the details of the choice, for `/router/explain`."""
         details: dict[str, Any] = {}
         if self.sessions is not None:
             key = self.sessions.key(request)
@@ -149,8 +149,8 @@ class SessionAffinity:
 
 def make_chooser(settings: RouterSettings, backends: Backends, policy: PromptPolicy | None = None) -> Chooser | None:
     """Return a chooser, or None if no setting depends on the request."""
-    wanted = settings.policy in PROMPT_POLICIES or settings.sticky.wanted or settings.max_outstanding
-    return Chooser(settings, backends, policy) if wanted or settings.hedging.wanted else None
+    needed = settings.policy in PROMPT_POLICIES or settings.sticky.is_enabled or settings.max_outstanding
+    return Chooser(settings, backends, policy) if needed or settings.hedging.is_enabled else None
 
 
 def reads_bodies(settings: RouterSettings) -> bool:

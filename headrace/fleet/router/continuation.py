@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuation of streams: when a backend dies in the middle of a stream, another one goes on, and the client sees no gap.
+"""Continuation of streams: when a backend dies in the middle of a stream, another one resumes it without a gap.
 
 A `ContinuableRequest` asks its backend for records (`core.continuation`), keeps them up to a limit, and takes them out of
 what the client gets. If the backend closes the connection too early, hangs or says that it cannot go on, the request is sent
-to another backend with the records. A backend that knows no records answers as usual, and its stream ends as usual.
+to another backend with the records. A backend without support for records answers as usual, and its stream is not continued.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: [0-9]+")
 _SEARCH_SECONDS = 0.25
 _NEXT_RECORD = b"\n" + RECORD
 _PLAIN_REFUSALS = (400, 401, 403, 404, 405, 409, 413, 422)
-"""Statuses of a backend that does not continue a stream, and would not if asked again."""
+"""Statuses of a backend that refuses to continue a stream for good: it is not retried."""
 
 
 class Continuations:
     """Decides which requests can be continued, and counts."""
 
     def __init__(self, settings: ContinuationSettings, key: bytes) -> None:
-        """`key`: the fleet's; empty: the key of this machine."""
+        """`key`: the key of the fleet; empty: that of this machine."""
         self.settings = settings
         self._key = key
         self.record_bytes = 0
-        """Bytes of the records that are kept."""
+        """Total bytes of the stored records."""
         self.continued = 0
-        """Streams that went on at another backend, each time."""
+        """Number of continuations at another backend."""
         self.lost = 0
-        """Streams with records that no backend could continue."""
+        """Streams that were lost: no backend could continue them."""
         self.too_long = 0
         """Streams whose records went over a limit."""
 
@@ -76,7 +76,7 @@ class Continuations:
         return {("continued",): self.continued, ("lost",): self.lost, ("too_long",): self.too_long}
 
     def key(self) -> bytes:
-        """Return the key that proves to backends who asks."""
+        """Return the key that authenticates the router to backends."""
         if not self._key:
             try:
                 self._key = machine_key(user_folder())
@@ -86,7 +86,7 @@ class Continuations:
 
 
 class RecordFilter:
-    """Takes the records out of a stream, however its pieces are cut."""
+    """Removes the records from a stream, whatever its chunk boundaries."""
 
     __slots__ = ("_held", "_in_line", "error", "failed", "fresh", "sent")
 
@@ -97,9 +97,9 @@ class RecordFilter:
         self.sent = sent
         """Bytes since the last record."""
         self.failed = False
-        """Whether the backend cannot go on."""
+        """Whether the backend has announced that it cannot continue."""
         self.error = b""
-        """What came after it said so."""
+        """Bytes that followed that notice."""
         self._held = b""
         """The beginning of a line that may be a record."""
         self._in_line = False
@@ -165,32 +165,32 @@ class ContinuableRequest(ProxiedRequest):
 
     extra_head = _TRACKING
     _filter: RecordFilter | None = None
-    """Of the last stream; None until a response is known to be one."""
+    """Filter of the current stream; None until the response is known to be a stream."""
     _records: bytearray | None = None
     """The records so far; None before the first one, and when there are too many."""
     _untracked = False
-    """Whether something was sent that the records do not tell: the backend writes none, or they went over a limit."""
+    """Whether the client got data that no record covers: the backend writes no records, or they exceeded a limit."""
     _attempts = 0
-    """Attempts to continue, in all."""
+    """Total number of continuations tried."""
     _fruitless = 0
     """Attempts since the last record."""
     _searching = False
     """Whether the current attempt is one to continue."""
     _continuation = b""
-    """What such an attempt sends, head and body; empty to send the client's own request."""
+    """Head and body of the request that continues the stream; empty: send the client's own request."""
     _refusal: UpstreamHead | None = None
-    """The response of a backend that does not continue the stream, while its body comes."""
+    """The error response of a backend that does not continue the stream, until its body is complete."""
     _error = b""
-    """The last events of a backend that could not go on."""
+    """Last events of a backend that could not continue."""
     _revision: str | None = None
     """The revision of the backend that began the stream."""
-    _why = ""
+    _reason = ""
     _deadline = 0.0
     _timer: asyncio.TimerHandle | None = None
 
     @property
     def repeatable(self) -> bool:
-        """Text can be generated again without harm, until the client has some of it."""
+        """Whether the request may be sent again: yes until the client has received part of the response."""
         return not self.exchange.started
 
     # Called by the connection.
@@ -201,7 +201,7 @@ class ContinuableRequest(ProxiedRequest):
         stream = RecordFilter()
         passed = stream.feed(bytes(body)) if is_stream else body
         if self.exchange.started or stream.failed:
-            self.connection = None  # it is back in its pool
+            self.connection = None  # the connection is back in its pool
             self.response_started(head, -1)
             self.response_data(body)
             self.response_ended()
@@ -252,7 +252,7 @@ class ContinuableRequest(ProxiedRequest):
         return self.response_data(data[begin:-2])
 
     def response_ended(self) -> None:
-        """Finish the stream, or continue it if the backend could not go on."""
+        """Finish the stream, or continue it elsewhere if the backend announced that it cannot."""
         stream = self._filter
         if self._refusal is not None:
             self._refused()
@@ -266,27 +266,27 @@ class ContinuableRequest(ProxiedRequest):
         self._forget()
         super().response_ended()
 
-    def response_failed(self, why: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
+    def response_failed(self, reason: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
         """Continue the stream, or send the request again."""
         if self.backend is None or self.connection is None:
             return
         if self._refusal is not None:
             self._refused()
         elif self.exchange.started and self._can_go_on():
-            self._go_on(Outcome.FAILED, why)
+            self._go_on(Outcome.FAILED, reason)
         elif self._searching:
-            self._end_search(Outcome.FAILED, why)
+            self._end_search(Outcome.FAILED, reason)
         else:
             # While nothing has reached the client, the whole request may be sent again.
             self._forget()
-            super().response_failed(why, unanswered=not timed_out, timed_out=timed_out)
+            super().response_failed(reason, unanswered=not timed_out, timed_out=timed_out)
 
-    def connection_failed(self, why: str) -> None:
+    def connection_failed(self, reason: str) -> None:
         """Look for another backend."""
         if self._searching and self.backend is not None:
-            self._go_on(Outcome.FAILED, why)
+            self._go_on(Outcome.FAILED, reason)
         else:
-            super().connection_failed(why)
+            super().connection_failed(reason)
 
     def _client_gone(self) -> None:
         timer, self._timer = self._timer, None
@@ -295,7 +295,7 @@ class ContinuableRequest(ProxiedRequest):
         self._forget()
         super()._client_gone()
 
-    # What is sent.
+    # Requests that are sent.
 
     def _first_bytes(self, pool: ConnectionPool) -> bytes:
         if not self._continuation:
@@ -335,7 +335,7 @@ class ContinuableRequest(ProxiedRequest):
     # Records.
 
     def _keep(self, records: bytes) -> None:
-        """Keep records, which mean that the stream makes progress."""
+        """Store records; each one is progress of the stream."""
         self._fruitless, self._deadline, self._error = 0, 0.0, b""
         if self._untracked:
             return
@@ -372,12 +372,12 @@ class ContinuableRequest(ProxiedRequest):
             and bool(continuations.key())
         )
 
-    def _go_on(self, outcome: int, why: str) -> None:
+    def _go_on(self, outcome: int, reason: str) -> None:
         """End the current attempt, and look for a backend that continues the stream."""
         backend = self.backend
         if backend is not None:
-            self._why = f"{backend.name} {why}"
-            log.info("%s: another backend is to continue the stream", self._why)
+            self._reason = f"{backend.name} {reason}"
+            log.info("%s: another backend is to continue the stream", self._reason)
             self.tried = (*self.tried, backend)
             if self._revision is None:
                 self._revision = backend.address.revision
@@ -394,39 +394,39 @@ class ContinuableRequest(ProxiedRequest):
         if not self._can_go_on() or loop.time() >= self._deadline:
             self._lose()
             return
-        other = self._pick_other()
-        if other is None:
-            # One that was tried may be up again by then.
+        next_backend = self._pick_other()
+        if next_backend is None:
+            # A backend that was tried before may be up again.
             self.tried = ()
             self._timer = loop.call_later(_SEARCH_SECONDS, self._search)
             return
         self._continuation = self._build_continuation(bytes(self._records)) if self._records is not None else b""
         self._failed_attempts = 1  # counts as a retry of the backend
-        self.send_to(other)
+        self.send_to(next_backend)
 
     def _refused(self) -> None:
         """Look for another backend: this one does not continue the stream."""
         head, self._refusal = self._refusal, None
         if head is None:
             return
-        why = f"did not continue the stream: status {head.status}"
+        reason = f"did not continue the stream: status {head.status}"
         if head.status in _PLAIN_REFUSALS:
-            self._end_search(head.outcome, why)
+            self._end_search(head.outcome, reason)
         else:
-            self._go_on(head.outcome, why)
+            self._go_on(head.outcome, reason)
 
-    def _end_search(self, outcome: int, why: str) -> None:
+    def _end_search(self, outcome: int, reason: str) -> None:
         if self.backend is not None:
-            self._why = f"{self.backend.name} {why}"
+            self._reason = f"{self.backend.name} {reason}"
         self.end_attempt(outcome)
         self._lose()
 
     def _lose(self) -> None:
-        """End the stream as if nothing could be continued: with the backend's error, or cut."""
+        """End the stream without a continuation: with the backend's error, or by closing the connection."""
         self.router.continuations.lost += 1
         self._forget()
         self.release()
-        log.warning("%s: the client's response is cut", self._why)
+        log.warning("%s: the client's response is cut", self._reason)
         exchange = self.exchange
         if self._error:
             exchange.send(self._error)

@@ -227,9 +227,9 @@ class DnsSource:
             await asyncio.sleep(self._seconds)
 
     async def _poll(self) -> list[BackendAddress]:
-        named = self._address
-        hosts = await self._resolve(named.host, named.port)
-        return [_with_host(named, host) for host in sorted(set(hosts))]
+        configured = self._address
+        hosts = await self._resolve(configured.host, configured.port)
+        return [_with_host(configured, host) for host in sorted(set(hosts))]
 
 
 async def _resolve(host: str, port: int) -> list[str]:
@@ -237,10 +237,12 @@ async def _resolve(host: str, port: int) -> list[str]:
     return [str(result[4][0]) for result in results]
 
 
-def _with_host(named: BackendAddress, host: str) -> BackendAddress:
+def _with_host(configured: BackendAddress, host: str) -> BackendAddress:
     shown_host = f"[{host}]" if ":" in host else host
-    grpc_host = host if named.grpc_host == named.host else named.grpc_host
-    return replace(named, url=f"{named.scheme}://{shown_host}:{named.port}", host=host, grpc_host=grpc_host)
+    grpc_host = host if configured.grpc_host == configured.host else configured.grpc_host
+    return replace(
+        configured, url=f"{configured.scheme}://{shown_host}:{configured.port}", host=host, grpc_host=grpc_host
+    )
 
 
 class PodSource:

@@ -2,8 +2,8 @@
 """An endpoint picker for gateways: Envoy asks over gRPC which backend a request should go to, and sends it there itself.
 
 This is the endpoint picker protocol of the Gateway API Inference Extension, on Envoy's external processing service. The
-choice is that of the router's policy, with its health checks, limits, queue and fairness. A gateway that sends the response
-along lets the router count it as open load until it ends, and learn from it.
+choice is that of the router's policy, with its health checks, limits, queue and fairness. If the gateway also sends the
+response, the router counts the request as load until its end, and learns from its latency.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _SUBSET_NAMESPACE, _SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endp
 _DESTINATION_NAMESPACE = "envoy.lb"
 _HEALTH_NAMES = ("liveness", "readiness", SERVICE)
 _BUFFERED, _BUFFERED_PARTIAL, _DUPLEX, _GRPC = 2, 3, 4, 5
-"""How a gateway sends a body; 0: not at all, 1: in pieces, when the headers have gone on already."""
+"""Modes in which a gateway sends bodies. 0: not at all. 1: streamed, with the headers already forwarded."""
 _READ_BYTES = 1 << 20
-"""The choice is made when the body is complete, or with so much of it."""
+"""Maximum bytes of a body to wait for before the choice."""
 _OVERWRITE = 2
 _REFUSED_STATUSES = (502, 503, 504)
 
@@ -55,7 +55,7 @@ class EndpointPicker:
         self.proxy = proxy
         self.health = HealthService()
         self.counts: Counter[str] = Counter()
-        """Requests by what became of them: picked, refused (429), unavailable (503) or failed."""
+        """Requests by outcome: picked, refused (429), unavailable (503) or failed."""
         self.schema = ext_proc_schema()
         self.request_class = self.schema.message("envoy.service.ext_proc.v3.ProcessingRequest")
         self.response_class = self.schema.message("envoy.service.ext_proc.v3.ProcessingResponse")
@@ -100,7 +100,7 @@ class GatewayRequest:
     def __init__(self, picker: EndpointPicker, stream: MessageStream) -> None:
         self.usage: TokenUsage | None = None
         self.over = False
-        """Whether nothing more is to be answered."""
+        """Whether no more responses are to be sent."""
         self._picker = picker
         self._proxy = picker.proxy
         self._stream = stream
@@ -108,7 +108,7 @@ class GatewayRequest:
         self._head: RequestHead | None = None
         self._body = bytearray()
         self._chunks: list[tuple[bytes, bool]] = []
-        """What came of the body before the choice was made, to be passed on in duplex mode."""
+        """Parts of the body that arrived before the choice, to be passed on in duplex mode."""
         self._body_mode = self._response_mode = _DUPLEX
         self._subset: frozenset[str] | None = None
         """Endpoints that the gateway allows; None: all."""
@@ -184,7 +184,7 @@ class GatewayRequest:
         return []
 
     async def _pick_with_body(self) -> list[Any]:
-        """Choose, and pass on what came of the body."""
+        """Choose a backend, and pass on the body so far."""
         responses = [self._destination("request_headers", await self._pick())]
         chunks, self._chunks = self._chunks, []
         return [*responses, *(self._body_response("request_body", body, end, _DUPLEX) for body, end in chunks)]
@@ -206,7 +206,7 @@ class GatewayRequest:
     # Choosing.
 
     async def _pick(self) -> Backend:
-        """Choose a backend, if need be after a wait. Raises _NotPickedError."""
+        """Choose a backend, after a wait if necessary. Raises _NotPickedError."""
         self._picked = True
         try:
             return await self._pick_for(self._head)
@@ -278,7 +278,7 @@ class GatewayRequest:
             self._set_cookie = line.partition(b": ")[2].strip()
 
     async def _find_tokens(self, view: RequestView) -> None:
-        """Ask a backend for the tokens of the prompt, if the choice may depend on them."""
+        """Request the tokens of the prompt from a backend, if the choice may depend on them."""
         tokens, live = self._proxy.prompt_tokens, self._candidates()
         body = tokens.body_for(view) if tokens is not None and live else b""
         if tokens is None or not body:
@@ -310,7 +310,7 @@ class GatewayRequest:
     # Called by queues.
 
     def is_gone(self) -> bool:
-        """Return whether the gateway has given the request up."""
+        """Return whether the gateway has cancelled the request."""
         return self._stream.call.over
 
     def queued_bytes(self) -> int:
@@ -337,7 +337,7 @@ class GatewayRequest:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
 
-    # What was sent and received.
+    # The outcome of the request.
 
     def end(self, outcome: int) -> None:
         """Report the outcome of the request, once."""

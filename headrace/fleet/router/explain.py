@@ -62,18 +62,18 @@ class ExplainEndpoint:
         backends, settings = self._backends, self._settings()
         chooser = backends.chooser
         live: Sequence[Backend] = chooser.candidates() if chooser is not None else backends.live
-        chosen, why = None, "nobody"
+        chosen, reason = None, "nobody"
         if live:
             # A copy of the policy chooses, so that the next request is not affected.
             pick = copy(backends.policy).pick
             if chooser is not None:
-                chosen, why = chooser.decide(request, live, pick)
+                chosen, reason = chooser.decide(request, live, pick)
             else:
-                chosen, why = (pick(live), ChoiceReason.POLICY) if len(live) > 1 else (live[0], ChoiceReason.ONLY)
+                chosen, reason = (pick(live), ChoiceReason.POLICY) if len(live) > 1 else (live[0], ChoiceReason.ONLY)
         return {
             "backend": chosen.name if chosen is not None else None,
-            "why": why,
-            "because": REASON_TEXTS.get(why) or self._why_no_backend(),
+            "why": reason,
+            "because": REASON_TEXTS.get(reason) or self._no_backend_reason(),
             "policy": settings.policy,
             "details": chooser.explain(request, live) if chooser is not None else {},
             "backends": [
@@ -90,7 +90,7 @@ class ExplainEndpoint:
             ],
         }
 
-    def _why_no_backend(self) -> str:
+    def _no_backend_reason(self) -> str:
         if self._backends.live:
             return f"every backend has {self._settings().max_outstanding} requests: the request would be queued"
         return self._backends.unavailable().message

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 ANONYMOUS = "anonymous"
 """The tenant of requests without a known key, or without the header."""
 BYTES_PER_TOKEN = 4
-"""What a prompt counts for until its backend says how many tokens it has, and what has no tokens at all."""
+"""Bytes per token: estimates the tokens of a prompt until its backend reports them, and of data without tokens."""
 _CREDIT_TOKENS = 16_384
-"""How far a tenant that used little may be behind the others: what it may use at once, as a burst, before they are next."""
+"""Tokens that an idle tenant may use as a burst, before it is the turn of the others."""
 _MAX_TENANTS = 4096
 _TENANT_NAME = re.compile(rb"[A-Za-z0-9_.@:/-]{1,64}")
 _USAGE = re.compile(rb'"(prompt_tokens|input_tokens|completion_tokens|output_tokens)"\s*:\s*([0-9]{1,9})')
@@ -37,7 +37,7 @@ _END_OF_EVENT = b"\n\n"
 
 
 class TenantSpec(Protocol):
-    """What is set for a tenant: an entry of the keys file, or `EqualTenant`."""
+    """Settings of a tenant: an entry of the keys file, or `EqualTenant`."""
 
     @property
     def name(self) -> str:
@@ -45,19 +45,19 @@ class TenantSpec(Protocol):
 
     @property
     def share(self) -> float:
-        """Its part of the tokens, beside the shares of the others."""
+        """Its share of the tokens, relative to the shares of the others."""
 
     @property
     def priority(self) -> int:
-        """Waiting requests of a higher priority are first."""
+        """Priority of its waiting requests; higher is first."""
 
     @property
     def prompt_tokens_per_minute(self) -> int:
-        """Limit of its prompts; 0: that of the settings."""
+        """Limit for its prompts; 0: that of the settings."""
 
     @property
     def output_tokens_per_minute(self) -> int:
-        """Limit of its answers; 0: that of the settings."""
+        """Limit for its answers; 0: that of the settings."""
 
 
 FindTenant = Callable[[Mapping[bytes, bytes], float], TenantSpec | None]
@@ -66,7 +66,7 @@ FindTenant = Callable[[Mapping[bytes, bytes], float], TenantSpec | None]
 
 @dataclass(frozen=True, slots=True)
 class EqualTenant:
-    """A tenant for which nothing is set."""
+    """A tenant without settings of its own."""
 
     name: str
     share: float = 1.0
@@ -86,11 +86,11 @@ class TokenBudget:
         self._at = monotonic()
 
     def spend(self, tokens: float) -> None:
-        """Take tokens, or give some back that were not used."""
+        """Take tokens, or return unused ones."""
         self._left -= tokens
 
     def wait_seconds(self, now: float) -> float:
-        """Return after how many seconds there are tokens again; 0 if there are some."""
+        """Return the seconds until tokens are available; 0 if some are."""
         per_second = self.per_minute / 60
         self._left = min(self.per_minute, self._left + max(0.0, now - self._at) * per_second)
         self._at = now
@@ -120,7 +120,7 @@ class Tenant:
         self.update(spec)
 
     def update(self, spec: TenantSpec) -> None:
-        """Apply what is set for the tenant."""
+        """Apply the tenant's settings."""
         settings = self._settings
         self.spec = spec
         self.name, self.share, self.priority = spec.name, spec.share, spec.priority
@@ -244,7 +244,7 @@ class Fairness:
         self._header = settings.tenant_header.lower().encode()
         self._anonymous = EqualTenant(ANONYMOUS)
         self._reached = 0.0
-        """The highest counter of a tenant when a request of it began: idle tenants are lifted nearly to it."""
+        """Highest counter of any tenant when it sent a request; counters of idle tenants are raised nearly to it."""
 
     def admit(self, head: RequestHead, body_bytes: int) -> TokenUsage:
         """Return the counter for a request. Raises ResourceExhausted if its tenant has used up its tokens."""
@@ -254,7 +254,7 @@ class Fairness:
         return TokenUsage(self, tenant, -(-body_bytes // BYTES_PER_TOKEN))
 
     def lift(self, tenant: Tenant) -> None:
-        """Lift the counter of a tenant that was idle: what it left unused is not saved up, but for a burst."""
+        """Raise the counter of a tenant that was idle, so that it cannot save up more than a burst."""
         tenant.counter = max(tenant.counter, self._reached - _CREDIT_TOKENS)
 
     def begin(self, tenant: Tenant) -> None:
@@ -283,7 +283,7 @@ class Fairness:
 
     def _add(self, spec: TenantSpec) -> Tenant:
         if len(self.tenants) >= _MAX_TENANTS:
-            # Whoever would be lifted anyway can be forgotten.
+            # A tenant that would be lifted anyway needs no entry.
             floor = self._reached - _CREDIT_TOKENS
             idle = [name for name, tenant in self.tenants.items() if not tenant.queued and tenant.counter <= floor]
             for name in idle:
@@ -317,7 +317,7 @@ class FairQueue(RequestQueue):
     def _pop(self) -> QueuedRequest:
         now = asyncio.get_running_loop().time()
         ageing = self._fairness.settings.ageing_seconds
-        # Not beyond the highest: a tenant must not come before others because it has sent more than could be served.
+        # At most the highest priority: a tenant must not overtake others by sending more than can be served.
         highest = max(tenant.priority for tenant in self._queues)
 
         def rank(tenant: Tenant) -> tuple[int, float]:
@@ -343,10 +343,13 @@ class FairQueue(RequestQueue):
         self.length = sum(map(len, self._queues.values()))
 
     def _make_room(self, request: QueuedRequest) -> bool:
-        """Refuse the oldest request of the tenant that has most of the queue for its share, unless it is this request's."""
-        own = _tenant_of(request)
-        largest = max(self._queues, key=lambda tenant: tenant.queued / tenant.share, default=own)
-        if largest is own or largest.queued / largest.share <= (own.queued + 1) / own.share:
+        """Refuse the oldest request of the tenant with the most queued requests per share, unless it is the new one's."""
+        tenant_of_request = _tenant_of(request)
+        largest = max(self._queues, key=lambda tenant: tenant.queued / tenant.share, default=tenant_of_request)
+        if (
+            largest is tenant_of_request
+            or largest.queued / largest.share <= (tenant_of_request.queued + 1) / tenant_of_request.share
+        ):
             return False
         oldest = self._take_oldest(largest)
         self.length -= 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Active health checks: request the health path of each backend at an interval, and report the result to `backends`.
 
-Each check opens a new connection: the check should find out whether that works. A check may also ask for a real inference,
-of backends that have answered no client for a while.
+Each check opens a new connection: the check should find out whether that works. Backends that have answered no client for a
+while may also get a real inference request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HealthChecker:
         self._tls = backend_tls(settings) if https else None
         self._random = Random()  # noqa: S311 - spreads checks over time, hides nothing
         self._proofs: dict[Backend, _Proof] = {}
-        """When each backend last proved that it can infer."""
+        """Last successful inference of each backend."""
 
     async def start(self) -> None:
         """Check every backend once, and start the tasks."""
@@ -96,13 +96,13 @@ class HealthChecker:
             await self._check(backend)
 
     async def _check(self, backend: Backend) -> None:
-        healthy, why = await self._probe(backend)
+        healthy, reason = await self._probe(backend)
         if healthy and self._settings.inference_path:
-            healthy, why = await self._check_inference(backend)
-        self._backends.checked(backend, healthy, asyncio.get_running_loop().time(), why)
+            healthy, reason = await self._check_inference(backend)
+        self._backends.checked(backend, healthy, asyncio.get_running_loop().time(), reason)
 
     async def _check_inference(self, backend: Backend) -> tuple[bool, str]:
-        """Ask for an inference, unless the backend has answered clients since the last time."""
+        """Send an inference request, unless the backend has answered clients since the last one."""
         settings, now = self._settings, asyncio.get_running_loop().time()
         proof = self._proofs.get(backend)
         if proof is not None:
@@ -114,10 +114,12 @@ class HealthChecker:
             request = _inference_request(settings, backend)
         except (OSError, UnicodeError):
             return False, f"the key for its inference check cannot be read from {settings.inference_key_file}"
-        healthy, why = await self._probe(backend, settings.inference_path, request, settings.inference_timeout_seconds)
+        healthy, reason = await self._probe(
+            backend, settings.inference_path, request, settings.inference_timeout_seconds
+        )
         if healthy:
             self._proofs[backend] = _Proof(backend.stats.ok, asyncio.get_running_loop().time())
-        return healthy, why
+        return healthy, reason
 
     async def _probe(
         self, backend: Backend, path: str = "", request: bytes = b"", seconds: float = 0.0
@@ -159,7 +161,7 @@ class _Proof:
     """The last good answer of a backend."""
 
     answered: int
-    """Requests that it had answered well by then."""
+    """Number of its successful responses at that time."""
     time: float
 
 

@@ -56,12 +56,12 @@ class Hedger:
 
     def delay(self) -> float | None:
         """Return how long to wait for the first backend; None while there are too few samples."""
-        least, share = self._settings.after_seconds, self._settings.percentile
+        minimum, share = self._settings.after_seconds, self._settings.percentile
         if share <= 0:
-            return least
+            return minimum
         if len(self._seconds) < _MIN_SAMPLES:
-            return least or None
-        return max(least, self._percentile)
+            return minimum or None
+        return max(minimum, self._percentile)
 
     def observe(self, seconds: float) -> None:
         """Add a sample: the time until a response started."""
@@ -119,7 +119,7 @@ class HedgedRequest(RequestStrategy):
         self._cancel_second()
 
     def second_failed(self) -> bool:
-        """Forget the second attempt. Returns True if the first has failed as well."""
+        """Discard the second attempt. Return True if the first has failed as well."""
         self._second = None
         return self._failed
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy `kv_events`: the backend whose prefix cache has most of the prompt, as the backends themselves say.
+"""The policy `kv_events`: choose the backend whose prefix cache has most of the prompt, by the backends' own KV events.
 
-`KVEventSubscriber` follows the KV events of each backend (`core.kv_events`) and keeps the index up to date: batches that
-were missed are asked for, and where they are gone, the backend's blocks are forgotten. `TokensFirst` asks a backend for the
-tokens of a prompt before the choice. Without events, without tokens and for what is not found, `prefix_hash` chooses.
+`KVEventSubscriber` follows the KV events of each backend (`core.kv_events`) and keeps the index up to date: it requests
+missed batches again, and drops the backend's blocks if they are no longer available. `TokensFirst` asks a backend for the
+tokens of a prompt before the choice. Without events, tokens or a match, `prefix_hash` chooses.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ class KVEvents:
             chosen = min((backend for backend in holders if backend in live), key=_load, default=None)
             if chosen is not None:
                 if cached * TOKEN_BYTES < self._settings.cache_aware.cache_threshold * len(tokens):
-                    # Little but what many prompts begin with: not a reason to send all of them to one backend.
-                    least = min(live, key=_load)
-                    return (chosen if _load(chosen) <= _load(least) else least), ChoiceReason.MISS
+                    # Only a common beginning, such as a system prompt: no reason to send all such requests to one backend.
+                    least_busy = min(live, key=_load)
+                    return (chosen if _load(chosen) <= _load(least_busy) else least_busy), ChoiceReason.MISS
                 if chosen.outstanding <= self._settings.cache_aware.balance_abs_threshold:
                     return chosen, ChoiceReason.HIT
-                least = min(live, key=_load)
+                least_busy = min(live, key=_load)
                 balance = self._settings.cache_aware
-                if chosen.outstanding - least.outstanding <= balance.balance_abs_threshold:
+                if chosen.outstanding - least_busy.outstanding <= balance.balance_abs_threshold:
                     return chosen, ChoiceReason.HIT
-                if chosen.outstanding <= least.outstanding * balance.balance_rel_threshold:
+                if chosen.outstanding <= least_busy.outstanding * balance.balance_rel_threshold:
                     return chosen, ChoiceReason.HIT
-                return least, ChoiceReason.IMBALANCE
+                return least_busy, ChoiceReason.IMBALANCE
         return self._otherwise.choose(live, request)
 
     def record(self, backend: Backend, request: RequestView) -> None:
-        """Do nothing: the backend says itself what it has."""
+        """Do nothing: the backend reports its cache itself."""
 
     def explain(self, live: Sequence[Backend], request: RequestView) -> dict[str, Any]:
-        """Return what is known of the backends' caches."""
+        """Return the state of the index."""
         details = {
             **self._otherwise.explain(live, request),
             "blocks": {backend.name: self.index.size(backend) for backend in live},
@@ -106,17 +106,17 @@ def _load(backend: Backend) -> float:
 
 
 class PromptTokens:
-    """Finds the tokens of prompts, if a choice may depend on them."""
+    """Requests the tokens of prompts from backends, if the choice may depend on them."""
 
     def __init__(self, settings: KVEventSettings, index: KVIndex[Backend]) -> None:
         self.settings = settings
         self._index = index
         self.asked = 0
-        """Prompts whose tokens a backend was asked for."""
+        """Prompts that a backend was asked to tokenize."""
         self.failed = 0
 
     def body_for(self, request: RequestView) -> bytes:
-        """Return what to ask a backend; b"" if the choice does not depend on the tokens, or if they are known."""
+        """Return the body for `/tokenize`; b"" if the choice does not depend on tokens, or if they are known."""
         if not self._index.blocks or len(request.body) < self.settings.least_bytes:
             return b""
         document = request.document
@@ -132,7 +132,7 @@ class PromptTokens:
 
 
 class TokensFirst(RequestStrategy):
-    """The strategy of a request: its tokens are asked for before a backend is chosen."""
+    """The strategy of a request: tokenize its prompt before a backend is chosen."""
 
     def __init__(self, tokens: PromptTokens) -> None:
         self._tokens = tokens
@@ -140,7 +140,7 @@ class TokensFirst(RequestStrategy):
         self._question: TokenizeRequest | None = None
 
     def start(self, request: ProxiedRequest) -> bool:
-        """Ask for the tokens, once."""
+        """Request the tokens, once."""
         router = request.router
         if self._asked or router.chooser is None:
             return False
@@ -164,7 +164,7 @@ class TokensFirst(RequestStrategy):
         return True
 
     def cancelled(self, request: ProxiedRequest) -> None:
-        """Stop asking."""
+        """Cancel the request for tokens."""
         if self._question is not None:
             self._question.cancel()
 
@@ -196,8 +196,8 @@ class TokenizeRequest(SideRequest):
                 log.debug("A backend answered /tokenize without tokens.")
         self._done(tokens)
 
-    def _failed(self, backend: Backend, why: str, *, late: bool) -> None:
-        log.info("%s %s: choosing without the tokens of a prompt", backend.name, why)
+    def _failed(self, backend: Backend, reason: str, *, late: bool) -> None:
+        log.info("%s %s: choosing without the tokens of a prompt", backend.name, reason)
         self._done(None)
 
 
@@ -211,7 +211,7 @@ def require_events() -> None:
 
 
 class KVEventSubscriber:
-    """Follows the KV events of all backends. Used from the loop's thread only."""
+    """Subscribes to the KV events of all backends. Used from the loop's thread only."""
 
     def __init__(self, settings: KVEventSettings, index: KVIndex[Backend]) -> None:
         """Raises MissingExtra without pyzmq and msgspec."""
@@ -226,10 +226,10 @@ class KVEventSubscriber:
         self.gaps = 0
         """Gaps in the sequence numbers of a backend, or restarts of it."""
         self.lost = 0
-        """Gaps that could not be filled, so that the blocks of the backend were forgotten."""
+        """Gaps that could not be filled, so that the blocks of the backend were dropped."""
 
     def follow(self, backends: Sequence[Backend]) -> None:
-        """Follow these backends, and no others; forget what the others have."""
+        """Subscribe to exactly these backends; drop the blocks of all others."""
         for backend in set(self._tasks) - set(backends):
             self.leave(backend)
         for backend in backends:
@@ -237,7 +237,7 @@ class KVEventSubscriber:
                 self._tasks[backend] = asyncio.get_running_loop().create_task(self._follow(backend))
 
     def leave(self, backend: Backend) -> None:
-        """Stop to follow a backend: its cache is not known any more."""
+        """Unsubscribe from a backend, and drop its blocks."""
         task = self._tasks.pop(backend, None)
         if task is not None:
             task.cancel()
@@ -260,7 +260,7 @@ class KVEventSubscriber:
         return self._index.blocks
 
     async def close(self) -> None:
-        """Stop to follow all backends."""
+        """Unsubscribe from all backends."""
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()

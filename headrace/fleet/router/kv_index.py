@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker has which blocks of tokens in its prefix cache, as its KV events say. Pure.
+"""An index of prefix caches: which worker has which blocks of tokens, by its KV events. Pure.
 
 A block has a key of ours: a hash of its tokens and of the key of the block before it, so that blocks of all engines can be
 compared, whatever hashes they use. The hash is Python's own, with a secret of this process, and never leaves it.
@@ -17,7 +17,7 @@ from headrace.core.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, B
 Worker = TypeVar("Worker")
 TOKEN_BYTES = array("I").itemsize
 _STEP = 32
-"""Blocks whose keys are computed at once."""
+"""Number of keys that are computed in one step."""
 
 
 class KVIndex(Generic[Worker]):
@@ -31,7 +31,7 @@ class KVIndex(Generic[Worker]):
         """The keys of a worker's blocks, by its own hash, oldest first."""
         self._worker_sizes: dict[Worker, int] = {}
         self.sizes: Counter[int] = Counter()
-        """How many workers have blocks of so many tokens."""
+        """Number of workers by the block size of their caches."""
         self.adapters: set[str] = set()
         """Names of adapters that blocks were stored for."""
         self.blocks = 0
@@ -39,10 +39,10 @@ class KVIndex(Generic[Worker]):
         self.evicted = 0
         """Blocks that were dropped because there are too many."""
         self.orphans = 0
-        """Blocks that were left out because the block before them is not known."""
+        """Blocks that were ignored because their parent block is unknown."""
 
     def apply(self, worker: Worker, events: Iterable[KVEvent]) -> None:
-        """Take note of the events of a worker."""
+        """Apply the events of a worker."""
         for event in events:
             if isinstance(event, BlockStored):
                 self._store(worker, event)
@@ -53,7 +53,7 @@ class KVIndex(Generic[Worker]):
                 self.clear(worker)
 
     def clear(self, worker: Worker) -> None:
-        """Forget the blocks of a worker."""
+        """Drop the blocks of a worker."""
         for key in self._blocks.pop(worker, {}).values():
             self._drop(worker, key)
         size = self._worker_sizes.pop(worker, 0)
@@ -67,9 +67,9 @@ class KVIndex(Generic[Worker]):
         return len(self._blocks.get(worker, ()))
 
     def longest(self, tokens: bytes, adapter: str = "") -> tuple[int, set[Worker]]:
-        """Return how many tokens of a prompt are in caches at most, and the workers that have so many.
+        """Return the length of the longest cached prefix of a prompt in tokens, and the workers that have it.
 
-        `tokens`: of `pack_tokens`. Engines evict the end of a prefix first, so who has a block has those before it.
+        `tokens`: of `pack_tokens`. Engines evict the end of a prefix first, so a worker with a block has those before it.
         """
         best: tuple[int, set[Worker]] = (0, set())
         for size in self.sizes:
@@ -80,22 +80,22 @@ class KVIndex(Generic[Worker]):
 
     def _longest(self, tokens: bytes, size: int, adapter: str) -> tuple[int, set[Worker]]:
         holders = self._holders
-        key, found, last = _root(size, adapter), 0, 0
+        key, matched, last = _root(size, adapter), 0, 0
         blocks = len(tokens) // (size * TOKEN_BYTES)
         keys: list[int] = []
-        while found < blocks and len(keys) == found:
-            keys = extend_keys(keys, key, tokens, size, min(blocks, found + _STEP))
-            # The last one that is known, among those that are new.
-            first, end = found, len(keys)
+        while matched < blocks and len(keys) == matched:
+            keys = extend_keys(keys, key, tokens, size, min(blocks, matched + _STEP))
+            # The last known block among the new ones.
+            first, end = matched, len(keys)
             while first < end:
                 middle = end - 1 if end == len(keys) else (first + end) // 2
                 if keys[middle] in holders:
                     first = middle + 1
                 else:
                     end = middle
-            found = first
-            last = keys[found - 1] if found else 0
-        return found, self._workers(last) if found else set()
+            matched = first
+            last = keys[matched - 1] if matched else 0
+        return matched, self._workers(last) if matched else set()
 
     def _workers(self, key: int) -> set[Worker]:
         holders = self._holders.get(key)
@@ -108,11 +108,11 @@ class KVIndex(Generic[Worker]):
         if event.parent is None:
             parent = _root(event.block_size, event.adapter)
         else:
-            known = blocks.get(event.parent)
-            if known is None:
+            parent_key = blocks.get(event.parent)
+            if parent_key is None:
                 self.orphans += len(event.hashes)
                 return
-            parent = known
+            parent = parent_key
         self._set_size(worker, event.block_size)
         if event.adapter:
             self.adapters.add(event.adapter)
@@ -170,7 +170,7 @@ class KVIndex(Generic[Worker]):
 
 
 def pack_tokens(tokens: Any) -> bytes | None:
-    """Return tokens as the index takes them; None if they are no list of token ids."""
+    """Pack a list of token ids for the index; None if it is not such a list."""
     try:
         return array("I", tokens).tobytes() if isinstance(tokens, list) else None
     except (TypeError, OverflowError):

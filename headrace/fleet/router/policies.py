@@ -74,12 +74,12 @@ class LeastOutstanding:
         # The start moves each time: otherwise the first of equals would get all requests of an idle router.
         self._start = start = (self._start + 1) % size
         best = live[start]
-        least = (best.outstanding + 1) / best.share
+        lowest = (best.outstanding + 1) / best.share
         for index in range(start + 1, start + size):
             backend = live[index - size if index >= size else index]
             load = (backend.outstanding + 1) / backend.share
-            if load < least:
-                best, least = backend, load
+            if load < lowest:
+                best, lowest = backend, load
         return best
 
 
@@ -100,10 +100,10 @@ class PowerOfTwo:
         second = int(random() * (size - 1))
         if second >= first:
             second += 1
-        one, other = live[first], live[second % size]
-        if (one.outstanding + 1) * other.share <= (other.outstanding + 1) * one.share:
-            return one
-        return other
+        first_choice, second_choice = live[first], live[second % size]
+        if (first_choice.outstanding + 1) * second_choice.share <= (second_choice.outstanding + 1) * first_choice.share:
+            return first_choice
+        return second_choice
 
 
 class SmoothWeighted:
@@ -117,18 +117,18 @@ class SmoothWeighted:
         credit = self._credit
         total = 0.0
         best = live[0]
-        most = float("-inf")
+        highest = float("-inf")
         for backend in live:
             share = backend.share
             total += share
             credit[backend] = current = credit.get(backend, 0.0) + share
-            if current > most:
-                best, most = backend, current
-        credit[best] = most - total
+            if current > highest:
+                best, highest = backend, current
+        credit[best] = highest - total
         return best
 
     def remove(self, backend: Backend) -> None:
-        """Forget a removed backend."""
+        """Drop the state of a removed backend."""
         self._credit.pop(backend, None)
 
     def __copy__(self) -> SmoothWeighted:
@@ -157,7 +157,7 @@ class WeightedRandom:
 _POLICY_CLASSES: dict[str, Callable[[Random], Policy]] = dict(
     zip(
         POLICIES,
-        # The last four choose by the request; requests that they know nothing of are spread by load.
+        # The last four choose by the request, and by load where the request says nothing.
         (PowerOfTwo, RoundRobin, LeastOutstanding, SmoothWeighted, WeightedRandom, *[LeastOutstanding] * 4),
         strict=True,
     )
@@ -283,7 +283,7 @@ class PromptPolicy(Protocol):
         """Note that the request is sent to the backend."""
 
     def explain(self, live: Sequence[Backend], request: RequestView) -> dict[str, Any]:
-        """Return what the choice depends on, for people."""
+        """Return the details of the choice, for `/router/explain`."""
 
     def tick(self, backends: Sequence[Backend], now: float) -> None:
         """Let time pass; `backends` are all backends of the router."""
@@ -338,15 +338,15 @@ class CacheAware:
             self.tree.trim(7 / 8)
 
     def _is_unbalanced(self, live: Sequence[Backend]) -> bool:
-        most = least = live[0].outstanding
+        highest = lowest = live[0].outstanding
         for backend in live:
             load = backend.outstanding
-            if load > most:
-                most = load
-            elif load < least:
-                least = load
+            if load > highest:
+                highest = load
+            elif load < lowest:
+                lowest = load
         settings = self._settings
-        return most - least > settings.balance_abs_threshold and most > least * settings.balance_rel_threshold
+        return highest - lowest > settings.balance_abs_threshold and highest > lowest * settings.balance_rel_threshold
 
     def _smallest_tree(self, live: Sequence[Backend]) -> Backend:
         """Return the backend with the smallest part of the tree among the least busy ones.
@@ -359,13 +359,13 @@ class CacheAware:
 
     def _least_busy(self, live: Sequence[Backend]) -> Backend:
         """Return the least busy backend; among equals the one with the smallest part of the tree."""
-        best, least = live[0], float("inf")
+        best, lowest = live[0], float("inf")
         best_size = 0
         for backend in live:
             load = (backend.outstanding + 1) / backend.share
             size = self.tree.size(backend)
-            if load < least or (load == least and size < best_size):
-                best, least, best_size = backend, load, size
+            if load < lowest or (load == lowest and size < best_size):
+                best, lowest, best_size = backend, load, size
         return best
 
 

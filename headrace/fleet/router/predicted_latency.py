@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy `predicted_latency`: the backend that is expected to keep a request's latency target, or to be done first.
+"""The policy `predicted_latency`: choose the backend expected to meet a request's latency target, or to finish first.
 
-For each backend two small models are learned from what is seen: the time to the first token, from the prompt tokens that it
-still has to compute and from the streams that it generates, and the time for each further token, from the same. A request
-may name its targets (`x-slo-ttft-ms`, `x-slo-tpot-ms`), and ask to be refused if no backend is expected to keep them.
+Two small models per backend are learned from observed requests: the time to first token and the time per further token, both
+from the prompt tokens that the backend still has to compute and the streams that it generates. A request
+may name its targets (`x-slo-ttft-ms`, `x-slo-tpot-ms`), and `x-slo-refuse`, to be refused if no backend is expected to.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 TTFT_HEADER, TPOT_HEADER, REFUSE_HEADER = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-refuse"
 _CHARACTERS_PER_TOKEN = 4
 _TOKENS_SCALE, _STREAMS_SCALE = 1000.0, 10.0
-"""Units of the features, so that all have about the same size."""
+"""Units of the features, so that all are of the same order of magnitude."""
 _FORGETTING = 0.995
-"""Weight of the past at each new sample: some 200 samples count."""
+"""Forgetting factor: about the last 200 samples count."""
 _MAX_UNCERTAINTY = 1e4
 _MAX_SAMPLES, _COMMON_SAMPLES = 200, 30
-"""The model of all backends together counts as so many samples beside a backend's own."""
+"""Weight of the common model of all backends, as a number of samples."""
 _HALF_LIFE_SECONDS = 10.0
 """Time after which a backend's own samples count half: it may have recovered."""
 _MIN_SAMPLES = 8
-"""Samples from which on the error of predictions is measured."""
+"""Number of samples before the error of predictions is measured."""
 _MAX_COMPARED = 16
-"""Backends that are compared for one request."""
+"""Maximum number of backends that are compared for one request."""
 _CLEARLY_SOONER = 0.95
 _WORK_WEIGHT = 5.0
 """How often the time to compute a prompt counts beside the request's own latency: other requests of the backend wait for it.
@@ -52,7 +52,7 @@ _DEFAULT_OUTPUT = 100.0
 
 
 Features = tuple[float, float, float]
-"""One, prompt tokens to compute, and streams, in the units above."""
+"""Features: the constant 1, prompt tokens to compute, and streams, in the units above."""
 
 
 class LatencyModel:
@@ -66,7 +66,7 @@ class LatencyModel:
         """The upper triangle of the inverse of the features' correlations, which is symmetric."""
         self.samples = 0
         self.last = 0.0
-        """When the last sample came."""
+        """Time of the last sample."""
         self.error = 0.0
         """Mean relative error of recent predictions."""
 
@@ -76,12 +76,12 @@ class LatencyModel:
         return max(w0 * f0 + w1 * f1 + w2 * f2, 0.0)
 
     def learn(self, features: Features, seconds: float, now: float) -> None:
-        """Take in a sample."""
+        """Update the model with a sample."""
         (w0, w1, w2), (f0, f1, f2) = self._weights, features
         expected = w0 * f0 + w1 * f1 + w2 * f2
         if self.samples >= _MIN_SAMPLES:
             self.error += 0.05 * (min(abs(seconds - expected) / max(seconds, 1e-6), 10.0) - self.error)
-            # One stall must not spoil what was learned.
+            # An outlier must not spoil the model.
             seconds = min(seconds, 10 * max(expected, 0.0) + 1.0)
         self.samples += 1
         self.last = now
@@ -105,7 +105,7 @@ class LatencyModel:
 
 
 class BackendLatency:
-    """What is known of one backend."""
+    """The models and the load of one backend."""
 
     __slots__ = ("first_token", "next_token", "pending_tokens", "streams")
 
@@ -118,7 +118,7 @@ class BackendLatency:
         """Requests that generate."""
 
     def features(self, prompt_tokens: float, streams: float) -> Features:
-        """Return what a time depends on: the backend's load, and so much more."""
+        """Return the features of a prediction: the backend's load plus additional tokens and streams."""
         return 1.0, (self.pending_tokens + prompt_tokens) / _TOKENS_SCALE, (self.streams + streams) / _STREAMS_SCALE
 
 
@@ -129,10 +129,10 @@ class Targets:
     first: float = 0.0
     next: float = 0.0
     refuse: bool = False
-    """Whether the request is refused if no backend is expected to keep them."""
+    """Whether the request is refused if no backend is expected to meet them."""
 
     def missed_by(self, first: float, following: float) -> float:
-        """Return how far the worse of both predictions is over its target: 0.5 for a half more."""
+        """Return by how much the worse prediction exceeds its target: 0.5 for 50 %."""
         missed = first / self.first - 1 if self.first else 0.0
         return max(missed, following / self.next - 1 if self.next else 0.0, 0.0)
 
@@ -152,16 +152,16 @@ class PredictedLatency:
         self._known: Sequence[Backend] = ()
         self._random = random or Random()  # noqa: S311 - spreads requests, hides nothing
         self.output_tokens = _DEFAULT_OUTPUT
-        """Mean length of recent answers."""
+        """Mean number of tokens of recent answers."""
         self.refused = 0
-        """Requests refused because no backend was expected to keep their target."""
+        """Requests refused because no backend was expected to meet their target."""
 
     def of(self, backend: Backend) -> BackendLatency:
-        """Return what is known of a backend."""
-        known = self._backends.get(backend)
-        if known is None:
-            known = self._backends[backend] = BackendLatency()
-        return known
+        """Return the models and the load of a backend."""
+        latency = self._backends.get(backend)
+        if latency is None:
+            latency = self._backends[backend] = BackendLatency()
+        return latency
 
     def choose(self, live: Sequence[Backend], request: RequestView) -> tuple[Backend, str]:
         """Return a backend and the reason."""
@@ -175,7 +175,7 @@ class PredictedLatency:
         return backend, ChoiceReason.TARGET_MISSED if missed else ChoiceReason.PREDICTED
 
     def best(self, live: Sequence[Backend], request: RequestView, targets: Targets) -> tuple[Backend, float]:
-        """Return the backend that misses the targets least and would be done first, and by how much it misses them."""
+        """Return the backend that misses the targets least, or that would finish first; and by how much it misses them."""
         seen, now = self._tree.lengths(request.prompt), monotonic()
         best, least_missed, soonest = live[0], float("inf"), float("inf")
         for backend in self._compared(live, seen):
@@ -183,37 +183,37 @@ class PredictedLatency:
             first, following = self._predict(backend, tokens, now)
             missed = targets.missed_by(first, following)
             work = first - self._predict(backend, 0.0, now)[0]
-            # A backend in slow start gets less than its speed would bring it.
+            # A backend in slow start gets fewer requests than its latency alone would give it.
             seconds = (first + following * self.output_tokens + _WORK_WEIGHT * work) / backend.ramp
-            # Hardly sooner is as soon: a prediction is not exact, and many requests should not all go to one backend.
+            # Small differences are ignored: predictions are inexact, and not all requests should go to one backend.
             if missed < least_missed or (missed == least_missed and seconds < _CLEARLY_SOONER * soonest):
                 best, least_missed, soonest = backend, missed, seconds
         return best, least_missed
 
-    def _compared(self, live: Sequence[Backend], seen: Mapping[Backend, int]) -> Sequence[Backend]:
+    def _compared(self, live: Sequence[Backend], cached_tokens: Mapping[Backend, int]) -> Sequence[Backend]:
         """Return the backends to compare, in random order: of many, some, and those that have seen most of the prompt."""
         if len(live) <= _MAX_COMPARED:
             return self._random.sample(live, len(live))
-        known = sorted(seen, key=seen.__getitem__, reverse=True)[: _MAX_COMPARED // 4]
-        return [*self._random.sample(live, _MAX_COMPARED), *(backend for backend in known if backend in live)]
+        best_cached = sorted(cached_tokens, key=cached_tokens.__getitem__, reverse=True)[: _MAX_COMPARED // 4]
+        return [*self._random.sample(live, _MAX_COMPARED), *(backend for backend in best_cached if backend in live)]
 
     def predict(self, backend: Backend, request: RequestView) -> tuple[float, float]:
         """Return the expected seconds to the first token, and for each further one."""
         return self._predict(backend, self.uncached_tokens(backend, request), monotonic())
 
     def _predict(self, backend: Backend, prompt_tokens: float, now: float) -> tuple[float, float]:
-        known = self.of(backend)
+        latency = self.of(backend)
         return (
-            _blend(known.first_token, self.all.first_token, known.features(prompt_tokens, 0), now),
-            _blend(known.next_token, self.all.next_token, known.features(0, 1), now),
+            _blend(latency.first_token, self.all.first_token, latency.features(prompt_tokens, 0), now),
+            _blend(latency.next_token, self.all.next_token, latency.features(0, 1), now),
         )
 
     def uncached_tokens(self, backend: Backend, request: RequestView) -> float:
         """Return the prompt's tokens, without those that the backend has seen."""
         return self._uncached(request, self._tree.lengths(request.prompt).get(backend, 0))
 
-    def _uncached(self, request: RequestView, seen: int) -> float:
-        return (len(request.prompt) - seen) / _CHARACTERS_PER_TOKEN
+    def _uncached(self, request: RequestView, cached_tokens: int) -> float:
+        return (len(request.prompt) - cached_tokens) / _CHARACTERS_PER_TOKEN
 
     def record(self, backend: Backend, request: RequestView) -> None:
         """Do nothing: what the backend has to compute is added when the request is sent."""
@@ -239,19 +239,19 @@ class PredictedLatency:
         targets = self.targets(request.head.by_name)
         predictions = {}
         for backend in live:
-            known = self.of(backend)
+            latency = self.of(backend)
             first, following = self.predict(backend, request)
             predictions[backend.name] = {
                 "ttft_ms": round(1000 * first, 1),
                 "tpot_ms": round(1000 * following, 2),
                 "missed_by": round(targets.missed_by(first, following), 3),
                 "uncached_tokens": round(self.uncached_tokens(backend, request)),
-                "pending_tokens": round(known.pending_tokens),
-                "streams": known.streams,
-                "samples": known.first_token.samples,
+                "pending_tokens": round(latency.pending_tokens),
+                "streams": latency.streams,
+                "samples": latency.first_token.samples,
             }
-        wanted = {"ttft_ms": 1000 * targets.first or None, "tpot_ms": 1000 * targets.next or None}
-        return {"targets": wanted, "output_tokens": round(self.output_tokens), "predictions": predictions}
+        target_json = {"ttft_ms": 1000 * targets.first or None, "tpot_ms": 1000 * targets.next or None}
+        return {"targets": target_json, "output_tokens": round(self.output_tokens), "predictions": predictions}
 
     def tick(self, backends: Sequence[Backend], now: float) -> None:
         """Forget removed backends."""
@@ -283,7 +283,7 @@ def _milliseconds(name: bytes, value: bytes) -> float:
 
 
 class LatencyTimer:
-    """Refuses a request whose targets cannot be kept, counts it as load, and learns what it takes."""
+    """Refuses a request whose targets cannot be met, counts it as load, and updates the models with its latencies."""
 
     def __init__(self, policy: PredictedLatency) -> None:
         self._policy = policy
@@ -291,14 +291,14 @@ class LatencyTimer:
         """Of the backend of the current attempt."""
         self._prompt_tokens = 0.0
         self._features: Features | None = None
-        """What the first token depends on; None if nothing can be learned from it."""
+        """Features of the time to first token; None if nothing can be learned from it."""
         self._sent = self._first = 0.0
         self._next_features: Features = (0.0, 0.0, 0.0)
         """The load when the first token came."""
         self._events = 0
 
     def check(self, view: RequestView, live: Sequence[Backend]) -> None:
-        """Raise ResourceExhausted if a request asks for that and none of these backends is expected to keep its targets."""
+        """Raise ResourceExhausted for a request with `x-slo-refuse` if no backend is expected to meet its targets."""
         policy = self._policy
         targets = policy.targets(view.head.by_name)
         if not targets or not targets.refuse or not live:
@@ -317,11 +317,11 @@ class LatencyTimer:
     def sent(self, backend: Backend, view: RequestView, *, learn: bool = True) -> None:
         """Count the prompt as one that the backend has to compute."""
         policy = self._policy
-        known = self._known = policy.of(backend)
+        latency = self._known = policy.of(backend)
         self._prompt_tokens = policy.uncached_tokens(backend, view)
         policy.sent(backend, view)
-        self._features = known.features(self._prompt_tokens, 0) if learn else None
-        known.pending_tokens += self._prompt_tokens
+        self._features = latency.features(self._prompt_tokens, 0) if learn else None
+        latency.pending_tokens += self._prompt_tokens
         self._first, self._events = 0.0, 0
         self._sent = monotonic()
 
@@ -332,39 +332,39 @@ class LatencyTimer:
     def piece(self, data: Buffer) -> None:
         """Learn the time to the first token, and count the events."""
         events = bytes(data).count(_END_OF_EVENT)
-        known = self._known
-        if not events or known is None:
+        latency = self._known
+        if not events or latency is None:
             return
         if not self._events:
-            self._begin(known)
+            self._begin(latency)
         self._events += events
 
     def ended(self) -> None:
         """Learn the time between events, and take the request out of the backend's load."""
-        known, self._known = self._known, None
-        if known is None:
+        latency, self._known = self._known, None
+        if latency is None:
             return
         if not self._events:
-            known.pending_tokens = max(0.0, known.pending_tokens - self._prompt_tokens)
+            latency.pending_tokens = max(0.0, latency.pending_tokens - self._prompt_tokens)
             return
-        before, after = self._next_features, known.features(0, 0)
-        known.streams -= 1
+        before, after = self._next_features, latency.features(0, 0)
+        latency.streams -= 1
         if self._events < _LEAST_EVENTS or self._features is None:
             return
         policy, now = self._policy, monotonic()
         features = 1.0, (before[1] + after[1]) / 2, (before[2] + after[2]) / 2
         seconds = (now - self._first) / (self._events - 1)
-        known.next_token.learn(features, seconds, now)
+        latency.next_token.learn(features, seconds, now)
         policy.all.next_token.learn(features, seconds, now)
         policy.output_tokens += 0.02 * (self._events - policy.output_tokens)
 
-    def _begin(self, known: BackendLatency) -> None:
+    def _begin(self, latency: BackendLatency) -> None:
         now = self._first = monotonic()
-        known.pending_tokens = max(0.0, known.pending_tokens - self._prompt_tokens)
-        known.streams += 1
-        self._next_features = known.features(0, 0)
+        latency.pending_tokens = max(0.0, latency.pending_tokens - self._prompt_tokens)
+        latency.streams += 1
+        self._next_features = latency.features(0, 0)
         if self._features is not None:
-            known.first_token.learn(self._features, now - self._sent, now)
+            latency.first_token.learn(self._features, now - self._sent, now)
             self._policy.all.first_token.learn(self._features, now - self._sent, now)
 
 
@@ -375,7 +375,7 @@ class TimedRequest(RequestStrategy):
         self._timer = LatencyTimer(policy)
 
     def start(self, request: ProxiedRequest) -> bool:
-        """Refuse the request if it asks for that and no backend is expected to keep its targets."""
+        """Refuse the request if it has `x-slo-refuse` and no backend is expected to meet its targets."""
         chooser = request.router.chooser
         if chooser is not None:
             try:
@@ -389,7 +389,7 @@ class TimedRequest(RequestStrategy):
         """Count the request as load of its backend."""
         chooser = request.router.chooser
         if request.backend is not None and chooser is not None:
-            # An answer that is continued says nothing of the time to the first token.
+            # A continuation says nothing about the time to first token.
             self._timer.sent(request.backend, request.view_for(chooser), learn=not request.exchange.started)
 
     def response_received(self, request: ProxiedRequest, head: UpstreamHead) -> bool:

@@ -52,7 +52,7 @@ class TransferOutcome:
     NO_PREFILL = "no_prefill"
     NO_DECODER = "no_decoder"
     NOTHING = "nothing"
-    """The prefill backend had nothing to transfer: less than a page, several prompts, or no room."""
+    """The prefill backend had nothing to transfer: less than a page, several prompts, or no memory."""
     REFUSED = "refused"
     """The prefill backend answered with an error. If the request is wrong, the decode backend answers the same."""
     FAILED = "failed"
@@ -270,8 +270,8 @@ class PrefillRequest(SideRequest):
         else:
             self._report(b"", TransferOutcome.NOTHING)
 
-    def _failed(self, backend: Backend, why: str, *, late: bool) -> None:
-        log.info("%s %s: a decode backend computes the prompt", backend.name, why)
+    def _failed(self, backend: Backend, reason: str, *, late: bool) -> None:
+        log.info("%s %s: a decode backend computes the prompt", backend.name, reason)
         self._report(b"", TransferOutcome.LATE if late else TransferOutcome.FAILED)
 
     def _report(self, token: bytes, outcome: str) -> None:

@@ -66,7 +66,7 @@ class PrefixTree(Generic[Owner]):
         return self._sizes.get(owner, 0)
 
     def longest(self, text: str, among: Collection[Owner]) -> tuple[int, list[Owner]]:
-        """Return the length of the longest prefix that any of these owners has seen, and who has. Changes nothing."""
+        """Return the length of the longest prefix that any of these owners has seen, and those owners. Changes nothing."""
         best: tuple[int, list[Owner]] = (0, [])
         node, index = self._root, 0
         while True:

@@ -150,7 +150,7 @@ class RequestStrategy:
         """Run before the request is sent to a backend."""
 
     def response_received(self, request: ProxiedRequest, head: UpstreamHead) -> bool:
-        """Run before a whole response is used. False: the strategy does not want it."""
+        """Run before a whole response is used. False: the strategy discards it."""
         return True
 
     def response_started(self, request: ProxiedRequest) -> None:
@@ -284,10 +284,10 @@ class ProxiedRequest:
         self._send_rest(connection)
         return True
 
-    def connection_failed(self, why: str) -> None:
+    def connection_failed(self, reason: str) -> None:
         """Retry or report: nothing was sent, so every request may be retried."""
         if self.backend is not None:
-            self._retry_or_fail(502, why, may_retry=True)
+            self._retry_or_fail(502, reason, may_retry=True)
 
     # Called by the connection.
 
@@ -375,7 +375,7 @@ class ProxiedRequest:
             return
         open_tunnel(exchange, connection, head, rest, self.router.settings.timeouts.idle_seconds, backend)
 
-    def response_failed(self, why: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
+    def response_failed(self, reason: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
         """Retry the request or report the failure."""
         connection, backend = self.connection, self.backend
         if backend is None or connection is None:
@@ -388,7 +388,7 @@ class ProxiedRequest:
             self.end_attempt(Outcome.CANCELLED)
             self.send_to(backend, new_connection=True)
         else:
-            self._retry_or_fail(504 if timed_out else 502, why, may_retry=may_retry)
+            self._retry_or_fail(504 if timed_out else 502, reason, may_retry=may_retry)
 
     def upstream_writable(self) -> None:
         """Read more of the body from the client."""
@@ -438,7 +438,7 @@ class ProxiedRequest:
     def repeatable(self) -> bool:
         """Whether the request may be sent again after a backend may have seen it."""
         if self._body is not None:
-            return False  # what was passed on is gone
+            return False  # the streamed part is no longer available
         return self.plan.repeatable or (self.strategy is not None and self.strategy.repeatable)
 
     def view_for(self, chooser: Chooser) -> RequestView:
@@ -473,11 +473,11 @@ class ProxiedRequest:
             return False
         self._failed_attempts += 1
         self.tried = (*self.tried, backend)
-        other = self._pick_other()
-        if other is None or not router.budget.spend():
+        next_backend = self._pick_other()
+        if next_backend is None or not router.budget.spend():
             return False
         self.end_attempt(Outcome.REFUSED)
-        self.send_to(other)
+        self.send_to(next_backend)
         return True
 
     def end_attempt(self, outcome: int) -> None:
@@ -539,7 +539,7 @@ class ProxiedRequest:
         elif self.plan.buffered_length > JOIN_BYTES:
             connection.write(self.exchange.body)
 
-    def _retry_or_fail(self, status: int, why: str, *, may_retry: bool) -> None:
+    def _retry_or_fail(self, status: int, reason: str, *, may_retry: bool) -> None:
         router, backend, exchange = self.router, self.backend, self.exchange
         if backend is None or (self.strategy is not None and self.strategy.attempt_failed(self)):
             return
@@ -547,24 +547,24 @@ class ProxiedRequest:
         self.end_attempt(Outcome.FAILED)
         if exchange.started:
             self.release()
-            log.warning("%s %s: the client's response is cut", backend.name, why)
+            log.warning("%s %s: the client's response is cut", backend.name, reason)
             exchange.abort()
             return
         self._failed_attempts += 1
         self.tried = (*self.tried, backend)
         if may_retry and self._failed_attempts < router.settings.retries.tries:
-            other = self._pick_other()
-            if other is not None and router.budget.spend():
-                log.info("%s %s: trying %s", backend.name, why, other.name)
-                self.send_to(other)
+            next_backend = self._pick_other()
+            if next_backend is not None and router.budget.spend():
+                log.info("%s %s: trying %s", backend.name, reason, next_backend.name)
+                self.send_to(next_backend)
                 return
         if unsent and router.hold(self):
             self._failed_attempts, self.tried = 0, ()
             return
         self.release()
-        log.warning("%s %s", backend.name, why)
+        log.warning("%s %s", backend.name, reason)
         head = _GATEWAY_TIMEOUT if status == 504 else _BAD_GATEWAY
-        exchange.respond(head, orjson.dumps({"error": f"the backend {backend.name} {why}"}))
+        exchange.respond(head, orjson.dumps({"error": f"the backend {backend.name} {reason}"}))
 
     def _pick_other(self) -> Backend | None:
         """Choose a backend that was not tried."""

@@ -92,7 +92,7 @@ class RouterProxy:
         self.settings = settings
         self._tracer = tracer
         self._make_scaler = make_scaler or (lambda _: None)
-        self.fairness = Fairness(settings.fairness, find_tenant) if settings.fairness.wanted else None
+        self.fairness = Fairness(settings.fairness, find_tenant) if settings.fairness.is_enabled else None
         """Counts the tokens of each tenant, where they share the backends."""
         limited = LimitedBackends(settings, self.fairness) if settings.max_outstanding else None
         self.backends = limited or Backends(settings)
@@ -154,7 +154,7 @@ class RouterProxy:
     async def start(self) -> None:
         """Discover and check the backends, and start the timers."""
         self._tick()
-        if self.settings.discovery.wanted:
+        if self.settings.discovery.is_enabled:
             await self._discover(make_sources(self.settings.discovery))
         self._follow_events()
         if self.activator is not None:
@@ -243,7 +243,7 @@ class RouterProxy:
         """Make what the settings need to choose backends by request, to hedge, and to separate prefill and decode."""
         settings = self.settings
         pairs = self.prefill_decode = PrefillDecode(settings, self.backends) if settings.paired else None
-        hedger = self.hedger = Hedger(settings.hedging) if settings.hedging.wanted else None
+        hedger = self.hedger = Hedger(settings.hedging) if settings.hedging.is_enabled else None
         policy: KVEvents | None = None
         self.kv_events = self.prompt_tokens = None
         if settings.policy == "kv_events":
@@ -339,7 +339,7 @@ class RouterProxy:
 
 def check_backends(settings: RouterSettings) -> None:
     """Check that there are backends, each once, and what the policy needs. Raises InvalidArgument or MissingExtra."""
-    if not settings.backends and not settings.discovery.wanted:
+    if not settings.backends and not settings.discovery.is_enabled:
         raise InvalidArgument("a router needs a backend: add --backend http://host:8000")
     if len({address.url for address in settings.backends}) != len(settings.backends):
         raise InvalidArgument("a backend is named twice: give it a weight instead")
@@ -349,13 +349,15 @@ def check_backends(settings: RouterSettings) -> None:
 
 def with_fixed(old: RouterSettings, new: RouterSettings) -> tuple[RouterSettings, list[str]]:
     """Return the new settings with the old values of those that need a restart, and the names of these."""
-    kept: dict[str, Any] = {name: getattr(old, name) for name in FIXED if getattr(old, name) != getattr(new, name)}
-    names = sorted(kept)
+    fixed_values: dict[str, Any] = {
+        name: getattr(old, name) for name in FIXED if getattr(old, name) != getattr(new, name)
+    }
+    names = sorted(fixed_values)
     if new.retries.inference != old.retries.inference:
         # It is part of the cached plan of each request head.
-        kept["retries"] = replace(new.retries, inference=old.retries.inference)
+        fixed_values["retries"] = replace(new.retries, inference=old.retries.inference)
         names.append("retries.inference")
     if old.activation and new.activation and old.activation.local != new.activation.local:
-        kept["activation"] = old.activation
+        fixed_values["activation"] = old.activation
         names.append("activation.local")
-    return replace(new, **kept), names
+    return replace(new, **fixed_values), names

@@ -133,7 +133,7 @@ class RequestQueue:
             yield self._waiting.popleft()[1]
 
     def _make_room(self, request: QueuedRequest) -> bool:
-        """Return whether there is room for a request in a full queue after all."""
+        """Try to make room for a request in a full queue; return whether there is."""
         return False
 
     def _full_error(self) -> ResourceExhausted:
@@ -162,13 +162,13 @@ class HeldRequests:
     def __init__(
         self,
         settings: ActivationSettings,
-        why_inactive: Callable[[], str],
-        on_refused: Callable[[QueuedRequest, str], None] = lambda _request, _why: None,
+        inactive_reason: Callable[[], str],
+        on_refused: Callable[[QueuedRequest, str], None] = lambda _request, _reason: None,
     ) -> None:
-        """why_inactive: why no backend answers yet, for the error. on_refused: called with each refused request."""
+        """inactive_reason: why no backend answers yet, for the error. on_refused: called with each refused request."""
         self._settings = settings
         self._on_refused = on_refused
-        self._why_inactive = why_inactive
+        self._inactive_reason = inactive_reason
         self._held: list[QueuedRequest] = []
         self._bytes = 0
         self._deadline = inf
@@ -271,7 +271,7 @@ class HeldRequests:
         """Remove requests whose client has gone, and refuse those that waited too long or whose bodies became too large."""
         now = asyncio.get_running_loop().time()
         limit = self._settings.wait_seconds
-        kept: list[QueuedRequest] = []
+        remaining: list[QueuedRequest] = []
         refused: list[tuple[QueuedRequest, str]] = []
         size = 0
         for request in self._held:
@@ -280,14 +280,14 @@ class HeldRequests:
             elif now >= self._deadline:
                 refused.append((request, _SHUTTING_DOWN))
             elif now - request.queued_since >= limit:
-                text = f"the service did not start within {limit:g} seconds: {self._why_inactive()}"
+                text = f"the service did not start within {limit:g} seconds: {self._inactive_reason()}"
                 refused.append((request, text))
             elif size + request.queued_bytes() > self._settings.held_bytes:
                 refused.append((request, self._too_many_bytes()))
             else:
                 size += request.queued_bytes()
-                kept.append(request)
-        self._held, self._bytes = kept, size
+                remaining.append(request)
+        self._held, self._bytes = remaining, size
         for request, text in refused:
             self._refuse(request, text)
 

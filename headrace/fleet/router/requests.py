@@ -192,11 +192,11 @@ def nominated_fields(connection: bytes | None, fields: Fields) -> frozenset[byte
     """Return the fields that `Connection` names: they are for the next hop only."""
     if connection is None:
         return _NONE
-    named: set[bytes] = set()
+    names: set[bytes] = set()
     for name, value in fields:
         if name == b"connection":
-            named.update(field.strip().lower() for field in value.split(b","))
-    return frozenset(named)
+            names.update(field.strip().lower() for field in value.split(b","))
+    return frozenset(names)
 
 
 def _is_websocket_upgrade(head: RequestHead) -> bool:

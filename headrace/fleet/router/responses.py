@@ -97,9 +97,9 @@ class UpstreamHeadParser:
 
     def parse(self, text: bytes) -> UpstreamHead:
         """Parse a head, from its first byte to the empty line. Raises `BadResponse`."""
-        known = self.known.get(text)
-        if known is not None:
-            return known
+        cached = self.known.get(text)
+        if cached is not None:
+            return cached
         head = self._parse(text)
         if len(text) <= _MAX_KNOWN_BYTES:
             if len(self.known) >= _MAX_KNOWN:

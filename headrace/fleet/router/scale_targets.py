@@ -3,32 +3,43 @@
 
 The Kubernetes and the local scaler are in `programs.router_scalers`. The last observed state counts until another one is
 observed: if the API server is unreachable, running replicas are still used.
+
+Instead of scaling to zero, `put_models_to_sleep` frees the memory of a warm Headrace server. Its replica stays ready: the
+server holds a request to a sleeping model, and wakes it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from urllib.parse import quote
 
+from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.settings import ScaleTarget
+from headrace.net.http_client import request
 
 log = logging.getLogger("headrace.router")
 
 RETRY_SECONDS = (0.1, 5.0)
 """The first pause after a failure, and the longest."""
 _OBSERVED_SECONDS = 1.0
-"""A replica count that was written is not written again for so long: the watch may be late."""
+"""Minimum interval between two writes of the same replica count: the watch may be late."""
+
+_INDEX_SECONDS = 10.0
+_SLEEP_SECONDS = 180.0
+"""Timeout of putting a model to sleep: a server waits up to two minutes for the requests in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
     """Replicas of a target."""
 
-    wanted: int
-    """Desired replicas."""
+    desired: int
+    """Desired replicas, `wanted` in JSON."""
     ready: int
     """Ready replicas, without those that are being stopped."""
     started_at: float = field(default=0.0, compare=False)
@@ -55,19 +66,6 @@ class Scaler(Protocol):
 
     async def close(self) -> None:
         """Close connections. Replicas keep running."""
-
-
-async def watch_by_polling(
-    replicas: Callable[[ScaleTarget], Awaitable[ReplicaCounts]], target: ScaleTarget, seconds: float
-) -> AsyncIterator[ReplicaCounts]:
-    """Implement `Scaler.watch` by calling `replicas` at an interval."""
-    known: ReplicaCounts | None = None
-    while True:
-        counts = await replicas(target)
-        if counts != known:
-            known = counts
-            yield counts
-        await asyncio.sleep(seconds)
 
 
 class ScaleTargets:
@@ -146,7 +144,7 @@ class ScaleTargets:
     @property
     def ready(self) -> bool:
         """Whether all observed targets have ready replicas."""
-        return all(counts.wanted and counts.ready for counts in self._counts.values())
+        return all(counts.desired and counts.ready for counts in self._counts.values())
 
     def start_times(self) -> dict[str, float]:
         """Return when the last replica started and when it was found ready; 0 if unknown."""
@@ -155,29 +153,29 @@ class ScaleTargets:
         return {"started": started, "loading": ready}
 
     @property
-    def wanted(self) -> bool:
+    def are_scaled_up(self) -> bool:
         """Whether all targets have replicas, or are starting them."""
-        return len(self._counts) == len(self.all) and all(counts.wanted for counts in self._counts.values())
+        return len(self._counts) == len(self.all) and all(counts.desired for counts in self._counts.values())
 
     @property
     def at_zero(self) -> tuple[ScaleTarget, ...]:
         """Targets with no desired replicas."""
-        return tuple(target for target, counts in self._counts.items() if not counts.wanted)
+        return tuple(target for target, counts in self._counts.items() if not counts.desired)
 
     @property
     def has_failures(self) -> bool:
         """Whether a target could not be read or scaled."""
         return bool(self._failure)
 
-    def why_not_ready(self) -> str:
-        """Return why the targets are not ready, for people; "" if they are."""
+    def not_ready_reason(self) -> str:
+        """Return why the targets are not ready, as text for users; "" if they are."""
         for target in self.all:
             counts = self._counts.get(target)
             if target in self._failure:
                 return f"{target}: {self._failure[target]}"
-            if counts is not None and not (counts.wanted and counts.ready):
+            if counts is not None and not (counts.desired and counts.ready):
                 return (
-                    f"{target} has {counts.ready} of {counts.wanted} replicas ready; look at its pods "
+                    f"{target} has {counts.ready} of {counts.desired} replicas ready; look at its pods "
                     f"(`kubectl describe {target.kind.lower()} {target.name} -n {target.namespace}`)"
                 )
         return ""
@@ -217,7 +215,36 @@ class ScaleTargets:
             "kind": target.kind,
             "namespace": target.namespace,
             "name": target.name,
-            "wanted": counts.wanted if counts else None,
+            "wanted": counts.desired if counts else None,
             "ready": counts.ready if counts else None,
             "failure": self._failure.get(target, ""),
         }
+
+
+async def put_models_to_sleep(url: str, level: int) -> list[str]:
+    """Put all models of a server to sleep that support it; return their names, [] for another kind of server."""
+    return await asyncio.to_thread(_put_to_sleep, url, level)
+
+
+def _put_to_sleep(url: str, level: int) -> list[str]:
+    index = _post(url, "/v2/repository/index", {"ready": True}, _INDEX_SECONDS)
+    entries = index if isinstance(index, list) else []
+    names = {entry["name"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("name"), str)}
+    path = "/v1/models/{}/sleep"
+    return [
+        name
+        for name in sorted(names)
+        if _post(url, path.format(quote(name, safe="")), {"level": level}, _SLEEP_SECONDS) is not None
+    ]
+
+
+def _post(url: str, path: str, document: dict[str, Any], seconds: float) -> Any | None:
+    """Return the JSON of a response; None for an error, which is logged."""
+    try:
+        response = request("POST", url, path, json.dumps(document).encode(), seconds=seconds)
+        if response.status == 200:
+            return json.loads(response.content)
+        log.info("%s%s answered %d: %s", url, path, response.status, response.content[:200].decode(errors="replace"))
+    except (OSError, InvalidArgument, ValueError) as error:
+        log.warning("%s%s failed: %s", url, path, error)
+    return None

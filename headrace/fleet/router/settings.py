@@ -135,7 +135,7 @@ class HealthSettings:
     inference_key_file: str = ""
     """File with the API key to send with it."""
     inference_interval_seconds: float = 30.0
-    """How long after the last good answer a backend is asked: one that answers clients need not prove that it can."""
+    """Time since the last good answer to a client after which a backend gets such a check."""
     inference_timeout_seconds: float = 10.0
 
 
@@ -202,7 +202,7 @@ class PrefixHashSettings:
     """The policy `prefix_hash`."""
 
     characters: int = 256
-    """Prompts with the same first characters, so many, go to the same backend."""
+    """Number of leading characters to hash: prompts with the same beginning go to the same backend."""
     load_factor: float = 1.25
     """A backend with more than so many times its share of all requests is skipped."""
 
@@ -220,9 +220,9 @@ class KVEventSettings:
     max_blocks: int = 1_000_000
     """Maximum blocks of all backends that are remembered: about 300 bytes each."""
     least_bytes: int = 1024
-    """Requests with a shorter body are not tokenized: they have little to find in a cache."""
+    """Requests with a shorter body are not tokenized: little of them could be cached."""
     tokenize_seconds: float = 1.0
-    """Timeout for the tokens of a prompt; after it `prefix_hash` chooses."""
+    """Timeout of tokenizing a prompt; after it `prefix_hash` chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class SessionAffinitySettings:
     """Key in the JSON body, with dots for nested keys: `user`, `parameters.sequence_id`."""
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is session affinity."""
         return bool(self.cookie or self.header or self.body)
 
@@ -267,7 +267,7 @@ class HedgingSettings:
     """Second requests per request, over time."""
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is hedging."""
         return self.after_seconds > 0 or self.percentile > 0
 
@@ -277,19 +277,19 @@ class ContinuationSettings:
     """Continuation of streams at another backend when theirs dies."""
 
     enabled: bool = True
-    """Whether streams are continued, of backends that can: servers of Headrace that know the router's key."""
+    """Whether streams are continued. Backends must be Headrace servers with the router's key."""
     tries: int = 10
     """How often one stream may be continued."""
     fruitless_tries: int = 3
-    """How often in a row without any progress: the request itself may be what backends die of."""
+    """How often in a row without progress: the request itself may crash backends."""
     wait_seconds: float = 10.0
     """How long a stream waits for a backend that can continue it."""
     body_bytes: int = 4 * MIB
     """Longer requests are passed on as they arrive, and cannot be continued."""
     stream_bytes: int = 1 * MIB
-    """Maximum memory for what must be known of one stream: about 20 bytes for an event and five for a token."""
+    """Maximum memory for the records of one stream: about 20 bytes per event and five per token."""
     total_bytes: int = 256 * MIB
-    """The same for all streams."""
+    """Maximum memory for the records of all streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,17 +309,17 @@ class FairnessSettings:
     keys_file: str = ""
     """Keys file: the holder of a key is a tenant, with the share, the priority and the limits that the file sets."""
     tenant_header: str = ""
-    """Name of a header that names the tenant, set by a proxy in front: the router believes it. All shares are equal."""
+    """Header with the tenant's name. A proxy in front must set it, because the router trusts it. All shares are equal."""
     output_weight: float = 2.0
     """How many tokens of a prompt one generated token counts for, when the tenants take turns."""
     ageing_seconds: float = 10.0
-    """A request that waits for so long gains one level of priority, up to the highest that waits."""
+    """Waiting time after which a request gains one level of priority, up to the highest among waiting requests."""
     prompt_tokens_per_minute: int = 0
     """Limit for each tenant whose key sets none; 0: unlimited."""
     output_tokens_per_minute: int = 0
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is fairness between tenants."""
         return bool(self.keys_file or self.tenant_header)
 
@@ -360,7 +360,7 @@ class DiscoverySettings:
     """How often sources are polled; a file is polled more often."""
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is a source."""
         return bool(self.file or self.dns or self.pods or self.prefill_pods or self.decode_pods)
 
@@ -415,7 +415,7 @@ class ActivationSettings:
     idle_seconds: float = 300.0
     """Without any request for so long, the targets are scaled to zero."""
     wait_seconds: float = 900.0
-    """Longest time that a request is held."""
+    """Maximum time that a request is held."""
     held_requests: int = 1000
     """Maximum requests that are held."""
     held_bytes: int = 256 << 20
@@ -446,7 +446,7 @@ class RouterSettings:
     retries: RetrySettings = field(default_factory=RetrySettings)
     timeouts: TimeoutSettings = field(default_factory=TimeoutSettings)
     slow_start_seconds: float = 0.0
-    """Time over which a backend that came back gets its share of the load gradually."""
+    """Duration of the slow start of a backend that came back."""
     keep_host: bool = True
     """Send the client's Host to backends; otherwise their own."""
     trust_forwarded: bool = False
@@ -460,7 +460,7 @@ class RouterSettings:
     ca_file: str = ""
     """CA certificates for https backends; default: those of the system."""
     measure_streams: bool = False
-    """Count the times to the first and per further token of streams, for an autoscaler."""
+    """Measure the time to first token and per further token of streams, for an autoscaler."""
     endpoint_picker: bool = False
     """Serve Envoy's external processing too: gateways ask which backend a request should go to."""
     activation: ActivationSettings | None = None
@@ -533,20 +533,20 @@ def check_settings(settings: RouterSettings) -> None:
         raise InvalidArgument("fairness takes a keys_file or a tenant_header, not both")
     if fairness.tenant_header and not _TOKEN.fullmatch(fairness.tenant_header):
         raise InvalidArgument(f"fairness.tenant_header is the name of a header, not {fairness.tenant_header!r}")
-    if fairness.wanted and not settings.max_outstanding:
+    if fairness.is_enabled and not settings.max_outstanding:
         raise InvalidArgument("fairness needs max_outstanding: without it no request waits at the router")
     if fairness.ageing_seconds <= 0 or fairness.output_weight <= 0:
         raise InvalidArgument("fairness.ageing_seconds and fairness.output_weight are numbers over 0")
-    if settings.endpoint_picker and (settings.paired or hedging.wanted):
+    if settings.endpoint_picker and (settings.paired or hedging.is_enabled):
         raise InvalidArgument("endpoint_picker cannot be combined with hedging or backend roles: remove one of them")
     events = settings.kv_events
-    if settings.policy in ("kv_events", "predicted_latency") and (settings.paired or hedging.wanted):
+    if settings.policy in ("kv_events", "predicted_latency") and (settings.paired or hedging.is_enabled):
         raise InvalidArgument(
             f"policy {settings.policy} cannot be combined with hedging or backend roles: remove one of them"
         )
     if max(events.port, events.replay_port) > 65535 or events.max_blocks < 1 or events.tokenize_seconds <= 0:
         raise InvalidArgument("kv_events has ports up to 65535, max_blocks from 1 and tokenize_seconds over 0")
-    if settings.paired and hedging.wanted:
+    if settings.paired and hedging.is_enabled:
         raise InvalidArgument("hedging and backend roles cannot be combined: remove one of them")
     if settings.pairing.prefill_seconds <= 0:
         raise InvalidArgument("pairing.prefill_seconds is a number over 0")

@@ -70,9 +70,9 @@ class SideRequest:
         self._send_rest(connection)
         return True
 
-    def connection_failed(self, why: str) -> None:
+    def connection_failed(self, reason: str) -> None:
         """Give up."""
-        self._give_up(why)
+        self._give_up(reason)
 
     # Called by the connection.
 
@@ -106,7 +106,7 @@ class SideRequest:
         """Fail: 101 is not a valid response."""
         self._give_up("switched protocols without being asked", drop=True)
 
-    def response_failed(self, why: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
+    def response_failed(self, reason: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
         """Retry on a new connection, or give up."""
         self._connection = None
         backend = self.backend
@@ -115,7 +115,7 @@ class SideRequest:
             self._new_connection = True
             self.router.pools[backend].connect(self)
             return
-        self._give_up(why)
+        self._give_up(reason)
 
     def upstream_writable(self) -> None:
         """Do nothing: the body is written at once."""
@@ -126,7 +126,7 @@ class SideRequest:
         """Use the response; call `_end` with its outcome."""
         raise NotImplementedError
 
-    def _failed(self, backend: Backend, why: str, *, late: bool) -> None:
+    def _failed(self, backend: Backend, reason: str, *, late: bool) -> None:
         """Go on without a response."""
         raise NotImplementedError
 
@@ -153,12 +153,12 @@ class SideRequest:
         if len(self._body) > JOIN_BYTES:
             connection.write(self._body)
 
-    def _give_up(self, why: str, *, drop: bool = False, late: bool = False) -> None:
+    def _give_up(self, reason: str, *, drop: bool = False, late: bool = False) -> None:
         backend = self.backend
         if backend is None:
             return
         self._end(Outcome.FAILED, drop=drop)
-        self._failed(backend, why, late=late)
+        self._failed(backend, reason, late=late)
 
     def _timed_out(self) -> None:
         # This counts against its health: otherwise each request would wait as long for a backend that hangs.

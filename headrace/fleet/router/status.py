@@ -56,7 +56,7 @@ class RouterStatus:
     ) -> None:
         self.ready = True
         self.config_version = ""
-        """What the configuration that the router runs with calls itself."""
+        """Version of the configuration that the router runs with."""
         self._activator: Activator | None = None
         self._fairness: Fairness | None = None
         self.streams: StreamLatency | None = None
@@ -95,7 +95,7 @@ class RouterStatus:
         )
         self._registry.callback(
             "headrace_router_continuation_bytes",
-            "Memory for what must be known of open streams to continue them.",
+            "Memory for the records of open streams.",
             lambda: continuations.record_bytes,
         )
 
@@ -224,8 +224,8 @@ class RouterStatus:
         exchange.respond(OK_JSON, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
 
     def _respond_metrics(self, exchange: Exchange) -> None:
-        chosen = negotiate(exchange.head.get(b"accept"))
-        exchange.respond(self._heads[chosen], render(self._registry, chosen))
+        content_format = negotiate(exchange.head.get(b"accept"))
+        exchange.respond(self._heads[content_format], render(self._registry, content_format))
 
     def _respond_health(self, exchange: Exchange) -> None:
         if not self.ready:
@@ -311,9 +311,7 @@ class RouterStatus:
 
 def _respond_not_found(exchange: Exchange) -> None:
     exchange.fail(
-        NotFound(
-            "there is no such page; there are /router/status, /router/metrics, /router/healthz and /router/explain"
-        )
+        NotFound("not found; the router has /router/status, /router/metrics, /router/healthz and /router/explain")
     )
 
 
@@ -339,7 +337,7 @@ class ChoiceMetrics:
 
     def _choices(self) -> dict[tuple[str, ...], float]:
         if self._chooser is not None:
-            return {(self.policy, name, why): count for (name, why), count in self._chooser.counts.items()}
+            return {(self.policy, name, reason): count for (name, reason), count in self._chooser.counts.items()}
         # Policies that choose by load alone count nothing: the requests of a backend are enough.
         counts: dict[tuple[str, ...], float] = {}
         for backend in self._backends.all:
@@ -440,10 +438,10 @@ class RevisionStats:
         revision = backend.address.revision
         if not revision:
             return
-        kept = self._removed.pop(revision, None) or _RevisionSum()
-        kept.add(backend)
+        removed = self._removed.pop(revision, None) or _RevisionSum()
+        removed.add(backend)
         # Inserted last, so that the revision that has had no backend for longest is dropped first.
-        self._removed[revision] = kept
+        self._removed[revision] = removed
         while len(self._removed) > _MAX_REMOVED_REVISIONS:
             del self._removed[next(iter(self._removed))]
 

@@ -24,13 +24,13 @@ _EVENTS = b"text/event-stream"
 
 
 class StreamLatency:
-    """The counts of a router."""
+    """Latency histograms of a router's streams, and counts of streams."""
 
     def __init__(self) -> None:
         self.requests = 0
         """Requests that may become a stream."""
         self.generating = 0
-        """Streams that have a token, and have not ended."""
+        """Open streams that have received their first token."""
         self.first = Histogram(LATENCY_BOUNDS_SECONDS)
         self.next = Histogram(LATENCY_BOUNDS_SECONDS)
 
@@ -68,15 +68,15 @@ class StreamTimer:
         self._latency = latency
         self._arrived = get_running_loop().time()
         self._last = self._mark = 0.0
-        """When the last event came, and the last one that was counted."""
+        """Times of the last event and of the last counted one."""
         self._events = 0
         """Events since then."""
         self._open = False
         self.held = False
-        """Whether it waits until the service has started from zero."""
+        """Whether it waits for the start of a service that was scaled to zero."""
 
     def restart(self) -> None:
-        """Begin now: the service has started."""
+        """Start timing now: the service has started."""
         self.held, self._arrived = False, get_running_loop().time()
 
     def piece(self, data: Buffer) -> None:

@@ -36,7 +36,7 @@ class ConnectionWaiter(Protocol):
     def connected(self, connection: UpstreamConnection) -> bool:
         """Use the new connection. Return False if it is not needed any more."""
 
-    def connection_failed(self, why: str) -> None:
+    def connection_failed(self, reason: str) -> None:
         """Handle that no connection could be made."""
 
 
@@ -74,7 +74,7 @@ class UpstreamHandler(Protocol):
     def protocol_switched(self, head: UpstreamHead, rest: bytes) -> None:
         """Take 101: the handler now owns the connection (`UpstreamConnection.detach`)."""
 
-    def response_failed(self, why: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
+    def response_failed(self, reason: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
         """Handle that no more of the response will come. `unanswered`: nothing of it had arrived."""
 
     def upstream_writable(self) -> None:
@@ -368,11 +368,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     # Private.
 
-    def _fail(self, why: str, *, timed_out: bool = False) -> None:
+    def _fail(self, reason: str, *, timed_out: bool = False) -> None:
         handler, self.handler = self.handler, None
         self.abort()
         if handler is not None:
-            handler.response_failed(why, timed_out=timed_out)
+            handler.response_failed(reason, timed_out=timed_out)
 
     def _read(self, data: bytes, handler: UpstreamHandler) -> None:
         state = self._state

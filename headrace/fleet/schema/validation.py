@@ -13,11 +13,37 @@ from headrace.fleet.documents import Problem
 from headrace.fleet.names import API_VERSION
 from headrace.fleet.schema.fields import Field, Kind, mapping, record, string
 from headrace.fleet.schema.kinds import KINDS, find_kind
-from headrace.fleet.schema.ome_only import OME_ONLY_FIELDS, OME_ONLY_KINDS
 from headrace.platforms.kubernetes_client.objects import Document
 
 MAX_PROBLEMS = 100
 """Maximum number of reported problems."""
+
+# Kinds and fields of OME 1.3 that Headrace does not have, and what to write instead. See decision 0020.
+_COMPONENT_FIELDS = {
+    "autoscalerPolicyRef": "write the policy's settings into autoscaler, beside it",
+    "lifecycle": "remove it: pods are replaced as deploymentStrategy says, and containers restart by themselves",
+    "servicePortAppProtocols": "remove it",
+    "topologyKey": "write affinity or topologySpreadConstraints",
+}
+OME_ONLY_FIELDS = {
+    "spec.rollout": "write canaryTrafficPercent, or the annotations ome.io/rollout-steps: see headrace rollout --help",
+    "spec.traffic": "write the routing strategy into spec.router.config",
+    "spec.scalingPolicy": "remove it: each component scales by its own autoscaler",
+    "spec.model.overlays": "write spec.model.fineTunedWeights",
+    "spec.topologyKey": _COMPONENT_FIELDS["topologyKey"],
+    **{
+        f"spec.{part}.{name}": fix
+        for part in ("engine", "decoder", "router")
+        for name, fix in _COMPONENT_FIELDS.items()
+    },
+}
+"""Paths of fields, and the next step."""
+OME_ONLY_KINDS = {
+    "AutoscalerPolicy": "write its settings into the autoscaler of each component that refers to it",
+    "RolloutPolicy": "write the annotations ome.io/rollout-steps of each service: see headrace rollout --help",
+    "InferenceReplica": "leave it out: OME makes it from an InferenceService",
+    "AcceleratorQuota": "write a ResourceQuota",
+}
 
 METADATA = record(
     "metadata",
@@ -48,7 +74,7 @@ def validate(document: Any) -> list[Problem]:
 
 
 def validate_field(field: Field, value: Any, path: str) -> list[Problem]:
-    """Validate a value against the table of a field, for a value that stands elsewhere than in its kind."""
+    """Validate a value against the table of a field, for a value outside a document, such as an annotation."""
     problems = _Problems()
     _check_field(field, value, path, problems)
     _unknown_fields(field, value, path, problems, in_open_records=False)
@@ -163,9 +189,9 @@ def _check_record(field: Field, value: Any, path: str, problems: _Problems) -> N
         )
         return
     for row in field.fields:
-        given = value.get(row.name)
-        if given is not None:
-            _check_field(row, given, f"{path}.{row.name}", problems)
+        field_value = value.get(row.name)
+        if field_value is not None:
+            _check_field(row, field_value, f"{path}.{row.name}", problems)
         elif row.required:
             problems.add(f"{path}.{row.name}", "is missing", f"write {row.takes}")
 
@@ -229,22 +255,22 @@ def _unknown_fields(field: Field, value: Any, path: str, problems: _Problems, *,
         if name in known:
             _unknown_fields(known[name], item, f"{path}.{name}", problems, in_open_records=in_open_records)
         elif field.open is in_open_records and name not in field.unchecked:
-            # The meant field may be there already: defaults are filled in before a document is validated.
+            # The suggested field may exist already: defaults are filled in before a document is validated.
             names = [other for other in (*known, *field.unchecked) if not field.open or other not in value]
-            near = _suggestion(name, names, 0.85 if field.open else 0.6)
+            closest = _suggestion(name, names, 0.85 if field.open else 0.6)
             place = f"{path}.{_show_key(name)}"
             fix = OME_ONLY_FIELDS.get(f"{path}.{name}", "")
             if fix:
                 problems.add(place, "is a field of OME that Headrace does not have", fix)
-            elif near or not field.open:
-                problems.add(place, "is not a known field", near or "correct its name, or remove it")
+            elif closest or not field.open:
+                problems.add(place, "is not a known field", closest or "correct its name, or remove it")
 
 
 def _suggestion(value: Any, known: list[str], close: float = 0.6) -> str:
     if not isinstance(value, str) or not known:
         return ""
-    near = nearest(value, known, close)
-    return f"did you mean {near}?" if near else ""
+    closest = nearest(value, known, close)
+    return f"did you mean {closest}?" if closest else ""
 
 
 def _mapping_or_empty(value: Any) -> Any:
@@ -290,24 +316,24 @@ def _fill(field: Field, value: Any) -> Any:
         items = [_fill(field.item, item) for item in value]
         return value if all(new is old for new, old in zip(items, value, strict=True)) else items
     if field.type == "map" and isinstance(value, Mapping):
-        named = {name: _fill(field.item, item) for name, item in value.items()}
-        return value if all(named[name] is item for name, item in value.items()) else named
+        values = {name: _fill(field.item, item) for name, item in value.items()}
+        return value if all(values[name] is item for name, item in value.items()) else values
     return value
 
 
 def _default_record(field: Field, value: Mapping[str, Any]) -> Mapping[str, Any]:
     changed: dict[str, Any] = {}
-    gone: list[str] = []
+    removed: list[str] = []
     for row in field.fields:
-        given = value.get(row.name)
-        if given is not None:
-            new = _fill(row, given)
-            if new is not given:
+        field_value = value.get(row.name)
+        if field_value is not None:
+            new = _fill(row, field_value)
+            if new is not field_value:
                 changed[row.name] = new
         elif row.default is not None:
             changed[row.name] = row.default
         elif row.name in value:
-            gone.append(row.name)
-    if not changed and not gone:
+            removed.append(row.name)
+    if not changed and not removed:
         return value
-    return {name: item for name, item in {**value, **changed}.items() if name not in gone}
+    return {name: item for name, item in {**value, **changed}.items() if name not in removed}

@@ -64,9 +64,9 @@ def _named(service: Document, component: str, upstream: bool) -> tuple[str, str]
 
 def _selector(service: Document, component: str, field: str) -> tuple[str, Document]:
     """Return the component's selector if it sets a field, else the service's."""
-    own = get_mapping(service, "spec", component, "acceleratorOverride")
-    if own.get(field):
-        return f"spec.{component}.acceleratorOverride", own
+    component_selector = get_mapping(service, "spec", component, "acceleratorOverride")
+    if component_selector.get(field):
+        return f"spec.{component}.acceleratorOverride", component_selector
     return "spec.acceleratorSelector", get_mapping(service, "spec", "acceleratorSelector")
 
 
@@ -96,15 +96,15 @@ def _by_policy(
         message = f"none of the runtime's accelerator classes satisfies the constraints ({reasons})"
         problem = None if upstream else Problem(f"{place}.constraints", message, "loosen them, or name a class")
         return AcceleratorChoice(reason=message, rejected=tuple(rejected), problem=problem)
-    taken, reason = apply_policy(policy, candidates, constraints, upstream=upstream)
-    if taken is None:
+    chosen_class, reason = apply_policy(policy, candidates, constraints, upstream=upstream)
+    if chosen_class is None:
         return AcceleratorChoice(reason=reason, rejected=tuple(rejected))
     rejected += [
-        (name_of(candidate), f"by {policy} {name_of(taken)} is taken")
+        (name_of(candidate), f"by {policy} {name_of(chosen_class)} is taken")
         for candidate in candidates
-        if candidate is not taken
+        if candidate is not chosen_class
     ]
-    return AcceleratorChoice(taken, name_of(taken), reason, tuple(rejected))
+    return AcceleratorChoice(chosen_class, name_of(chosen_class), reason, tuple(rejected))
 
 
 def _violations(candidate: Document, constraints: Document, upstream: bool) -> Iterator[str]:
@@ -120,26 +120,26 @@ def _violations(candidate: Document, constraints: Document, upstream: bool) -> I
     for required in get_list(constraints, "requiredFeatures"):
         if isinstance(required, str) and required.lower() not in features:
             yield f"it lacks the feature {required}"
-    least, have = get_str(constraints, "minArchitectureVersion"), get_str(spec, "capabilities", "computeCapability")
-    if least and not have:
+    minimum, have = get_str(constraints, "minArchitectureVersion"), get_str(spec, "capabilities", "computeCapability")
+    if minimum and not have:
         yield "its computeCapability is not known"
-    elif least and not at_least(have, least, upstream=upstream):
-        yield f"its compute capability {have} is below {least}"
+    elif minimum and not at_least(have, minimum, upstream=upstream):
+        yield f"its compute capability {have} is below {minimum}"
 
 
 def _memory_violations(capabilities: Document, constraints: Document, upstream: bool) -> Iterator[str]:
-    least, most = parse_quantity(constraints.get("minMemory")), parse_quantity(constraints.get("maxMemory"))
-    if least is None and most is None:
+    minimum, maximum = parse_quantity(constraints.get("minMemory")), parse_quantity(constraints.get("maxMemory"))
+    if minimum is None and maximum is None:
         return
     have = parse_gigabytes(capabilities.get("memoryGB"), upstream=upstream)
     if have is None:
         yield "its memory is not known"
         return
     # Rounded down to whole gigabytes, as in OME: 79.6 GB does not satisfy 80.
-    if least is not None and int(have) < least:
-        yield f"its memory of {have:g} GB is below {least:g}"
-    if most is not None and int(have) > most:
-        yield f"its memory of {have:g} GB is above {most:g}"
+    if minimum is not None and int(have) < minimum:
+        yield f"its memory of {have:g} GB is below {minimum:g}"
+    if maximum is not None and int(have) > maximum:
+        yield f"its memory of {have:g} GB is above {maximum:g}"
 
 
 BEST_FIT, CHEAPEST, MOST_CAPABLE, FIRST_AVAILABLE = "BestFit", "Cheapest", "MostCapable", "FirstAvailable"
@@ -229,8 +229,8 @@ def _capability_scores(classes: Sequence[Document], constraints: Document, upstr
         )
         for candidate in classes
     ]
-    most = [max(column) or 1.0 for column in zip(*rows, strict=True)]
-    return [0.5 * row[0] / most[0] + 0.3 * row[1] / most[1] + 0.2 * row[2] / most[2] for row in rows]
+    maxima = [max(column) or 1.0 for column in zip(*rows, strict=True)]
+    return [0.5 * row[0] / maxima[0] + 0.3 * row[1] / maxima[1] + 0.2 * row[2] / maxima[2] for row in rows]
 
 
 def _cheapest(classes: Sequence[Document], upstream: bool) -> tuple[Document | None, str]:

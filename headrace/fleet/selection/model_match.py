@@ -105,162 +105,170 @@ def _weight(document: Document, name: str) -> int:
     return DEFAULT_WEIGHT if weight is None else weight or _WEIGHT_OF_ZERO[name]
 
 
-def match_format(model: ModelRequirements, offer: SupportedFormat, *, upstream: bool) -> tuple[Fit, str]:
+def match_format(model: ModelRequirements, supported: SupportedFormat, *, upstream: bool) -> tuple[Fit, str]:
     """Return how well a format matches a model, and the first mismatch."""
-    reason = next(_mismatches(model, offer, upstream), "")
+    reason = next(_mismatches(model, supported, upstream), "")
     if reason:
         return Fit.NONE, reason
-    reason = _framework_mismatch(model, offer, upstream)
+    reason = _framework_mismatch(model, supported, upstream)
     if not reason:
         return Fit.EXACT, ""
-    return (Fit.NEAR, reason) if not upstream and _same_major_version(model, offer) else (Fit.NONE, reason)
+    return (Fit.NEAR, reason) if not upstream and _same_major_version(model, supported) else (Fit.NONE, reason)
 
 
-def _mismatches(model: ModelRequirements, offer: SupportedFormat, upstream: bool) -> Iterator[str]:
-    if model.architecture != offer.architecture:
-        yield _mismatch("architecture", model.architecture, offer.architecture)
-    if model.quantization != offer.quantization:
-        yield _mismatch("quantization", model.quantization, offer.quantization)
-    if offer.format is None:
+def _mismatches(model: ModelRequirements, supported: SupportedFormat, upstream: bool) -> Iterator[str]:
+    if model.architecture != supported.architecture:
+        yield _mismatch("architecture", model.architecture, supported.architecture)
+    if model.quantization != supported.quantization:
+        yield _mismatch("quantization", model.quantization, supported.quantization)
+    if supported.format is None:
         yield "the runtime's entry names no model format"
-    elif offer.format != model.format:
-        yield f"format mismatch (model={model.format or 'none'}, runtime={offer.format})"
+    elif supported.format != model.format:
+        yield f"format mismatch (model={model.format or 'none'}, runtime={supported.format})"
     else:
         reason = _version_mismatch(
-            "format", model.format_version, offer.format_version, offer.format_operator, upstream
+            "format", model.format_version, supported.format_version, supported.format_operator, upstream
         )
         if reason:
             yield reason
-    if (offer.framework or "") != model.framework:
-        yield _mismatch("framework", model.framework, offer.framework or "")
-    if offer.pipeline is not None:
-        yield from _pipeline_mismatches(model.pipeline, offer.pipeline)
+    if (supported.framework or "") != model.framework:
+        yield _mismatch("framework", model.framework, supported.framework or "")
+    if supported.pipeline is not None:
+        yield from _pipeline_mismatches(model.pipeline, supported.pipeline)
 
 
-def _mismatch(what: str, theirs: str, ours: str) -> str:
-    if theirs and ours:
-        return f"{what} mismatch (model={theirs}, runtime={ours})"
-    if ours:
-        return f"the model has no {what}, and the runtime wants {ours}"
-    return f"the model has the {what} {theirs}, and the runtime names none"
+def _mismatch(name: str, model_value: str, runtime_value: str) -> str:
+    if model_value and runtime_value:
+        return f"{name} mismatch (model={model_value}, runtime={runtime_value})"
+    if runtime_value:
+        return f"the model has no {name}, and the runtime wants {runtime_value}"
+    return f"the model has the {name} {model_value}, and the runtime names none"
 
 
-def _version_mismatch(what: str, theirs: str, ours: str, operator: str, upstream: bool) -> str:
-    if theirs and ours:
-        if version_matches(theirs, ours, operator, upstream=upstream):
+def _version_mismatch(name: str, model_version: str, runtime_version: str, operator: str, upstream: bool) -> str:
+    if model_version and runtime_version:
+        if version_matches(model_version, runtime_version, operator, upstream=upstream):
             return ""
-        return f"{what} version mismatch (model={theirs}, runtime={operator or 'Equal'} {ours})"
-    return "" if theirs == ours else _mismatch(f"{what} version", theirs, ours)
+        return f"{name} version mismatch (model={model_version}, runtime={operator or 'Equal'} {runtime_version})"
+    return "" if model_version == runtime_version else _mismatch(f"{name} version", model_version, runtime_version)
 
 
-def _framework_mismatch(model: ModelRequirements, offer: SupportedFormat, upstream: bool) -> str:
-    if not offer.framework:
+def _framework_mismatch(model: ModelRequirements, supported: SupportedFormat, upstream: bool) -> str:
+    if not supported.framework:
         return ""
     return _version_mismatch(
-        "framework", model.framework_version, offer.framework_version, offer.framework_operator, upstream
+        "framework", model.framework_version, supported.framework_version, supported.framework_operator, upstream
     )
 
 
-def _same_major_version(model: ModelRequirements, offer: SupportedFormat) -> bool:
+def _same_major_version(model: ModelRequirements, supported: SupportedFormat) -> bool:
     """Whether the framework's major versions match. An operator other than Equal means an exact bound."""
-    if offer.framework_operator not in ("", "Equal"):
+    if supported.framework_operator not in ("", "Equal"):
         return False
-    theirs, ours = parse_version(model.framework_version), parse_version(offer.framework_version)
-    if not model.framework_version or not offer.framework_version:
+    model_version, runtime_version = parse_version(model.framework_version), parse_version(supported.framework_version)
+    if not model.framework_version or not supported.framework_version:
         return True
-    return theirs is not None and ours is not None and theirs.numbers[0] == ours.numbers[0]
+    return (
+        model_version is not None
+        and runtime_version is not None
+        and model_version.numbers[0] == runtime_version.numbers[0]
+    )
 
 
-def _pipeline_mismatches(model: Document | None, offer: Document) -> Iterator[str]:
+def _pipeline_mismatches(model: Document | None, supported: Document) -> Iterator[str]:
     if model is None:
         yield "the runtime wants a diffusion pipeline, and the model has none"
         return
-    if get_str(offer, "className") and get_str(offer, "className") != get_str(model, "className"):
-        yield _mismatch("pipeline class", get_str(model, "className"), get_str(offer, "className"))
-    parts = [(name, get_mapping(offer).get(name), get_mapping(model).get(name)) for name in _PIPELINE]
-    others = get_mapping(offer, "additionalComponents")
+    if get_str(supported, "className") and get_str(supported, "className") != get_str(model, "className"):
+        yield _mismatch("pipeline class", get_str(model, "className"), get_str(supported, "className"))
+    parts = [(name, get_mapping(supported).get(name), get_mapping(model).get(name)) for name in _PIPELINE]
+    others = get_mapping(supported, "additionalComponents")
     parts += [(name, others[name], get_mapping(model, "additionalComponents").get(name)) for name in sorted(others)]
-    for name, ours, theirs in parts:
-        if ours is None:
+    for name, runtime_part, model_part in parts:
+        if runtime_part is None:
             continue
-        if theirs is None:
+        if model_part is None:
             yield f"the runtime wants the pipeline component {name}, and the model has none"
         for field in ("library", "type"):
-            if get_str(ours, field) and get_str(ours, field) != get_str(theirs, field):
-                yield _mismatch(f"{field} of {name}", get_str(theirs, field), get_str(ours, field))
+            if get_str(runtime_part, field) and get_str(runtime_part, field) != get_str(model_part, field):
+                yield _mismatch(f"{field} of {name}", get_str(model_part, field), get_str(runtime_part, field))
 
 
-def score(model: ModelRequirements, offers: tuple[SupportedFormat, ...], *, upstream: bool, near: bool = False) -> int:
+def score(model: ModelRequirements, formats: tuple[SupportedFormat, ...], *, upstream: bool, near: bool = False) -> int:
     """Return the score of a runtime: the best of the formats with auto-selection, by format and framework."""
     best = 0
-    for offer in offers:
-        if offer.auto_select is False:
+    for supported in formats:
+        if supported.auto_select is False:
             continue
         count = 0
-        if offer.format is not None:
+        if supported.format is not None:
             # Unlike in a match, a version on one side only is no mismatch.
-            if offer.format != model.format or not _versions_compatible(
-                model.format_version, offer.format_version, offer.format_operator, upstream
+            if supported.format != model.format or not _versions_compatible(
+                model.format_version, supported.format_version, supported.format_operator, upstream
             ):
                 continue
-            count += offer.weights[0]
-        if offer.framework and model.framework:
+            count += supported.weights[0]
+        if supported.framework and model.framework:
             loose = _versions_compatible(
-                model.framework_version, offer.framework_version, offer.framework_operator, upstream
+                model.framework_version, supported.framework_version, supported.framework_operator, upstream
             )
-            if offer.framework != model.framework or not (loose or (near and _same_major_version(model, offer))):
+            if supported.framework != model.framework or not (
+                loose or (near and _same_major_version(model, supported))
+            ):
                 continue
-            count += offer.weights[1]
-        elif offer.framework or model.framework:
+            count += supported.weights[1]
+        elif supported.framework or model.framework:
             continue
-        best = max(best, count * offer.priority)
+        best = max(best, count * supported.priority)
     return best
 
 
-def _versions_compatible(theirs: str, ours: str, operator: str, upstream: bool) -> bool:
-    return not theirs or not ours or version_matches(theirs, ours, operator, upstream=upstream)
+def _versions_compatible(model_version: str, runtime_version: str, operator: str, upstream: bool) -> bool:
+    return (
+        not model_version
+        or not runtime_version
+        or version_matches(model_version, runtime_version, operator, upstream=upstream)
+    )
 
 
-def size_reason(size: str, least: str, most: str, *, upstream: bool) -> str:
+def size_reason(size: str, minimum: str, maximum: str, *, upstream: bool) -> str:
     """Return why a model's size is outside a runtime's range; "" if it is inside."""
-    if not size or not (least or most):
+    if not size or not (minimum or maximum):
         return ""
-    if upstream and not (least and most):
+    if upstream and not (minimum and maximum):
         return "the runtime's size range has one end only, which OME cannot compare"
     number = parse_parameters(size)
-    if least and number < parse_parameters(least):
-        return f"model size {size} is below the runtime's least, {least}"
-    if most and number > parse_parameters(most):
-        return f"model size {size} is above the runtime's most, {most}"
+    if minimum and number < parse_parameters(minimum):
+        return f"model size {size} is below the runtime's minimum, {minimum}"
+    if maximum and number > parse_parameters(maximum):
+        return f"model size {size} is above the runtime's maximum, {maximum}"
     return ""
 
 
-def named_size_reason(size: str, least: str, most: str) -> str:
-    """The same for a size read from a name, which is a rounded one: 7B may have 7.6 billion parameters."""
+def named_size_reason(size: str, minimum: str, maximum: str) -> str:
+    """Return the same for a size from a model's name, which is rounded: 7B may have 7.6 billion parameters."""
     number = parse_parameters(size) if size else 0.0
     if not number:
         return ""
-    if least and _ROUNDED * number < parse_parameters(least):
-        return (
-            f"the model's name says {size}, below the runtime's least, {least}; if it is wrong, set modelParameterSize"
-        )
-    if most and number > _ROUNDED * parse_parameters(most):
-        return f"the model's name says {size}, above the runtime's most, {most}; if it is wrong, set modelParameterSize"
+    if minimum and _ROUNDED * number < parse_parameters(minimum):
+        return f"the model's name says {size}, below the runtime's minimum, {minimum}; if wrong, set modelParameterSize"
+    if maximum and number > _ROUNDED * parse_parameters(maximum):
+        return f"the model's name says {size}, above the runtime's maximum, {maximum}; if wrong, set modelParameterSize"
     return ""
 
 
 def size_in_name(name: str) -> str:
     """Find the number of parameters in a name or URI: `hf://nvidia/Nemotron-Nano-9B-v2` says 9B; "" if it says none."""
-    found = _NAMED_SIZE.search(name.rstrip("/").rpartition("/")[2])
-    return found[0].upper() if found else ""
+    size_match = _NAMED_SIZE.search(name.rstrip("/").rpartition("/")[2])
+    return size_match[0].upper() if size_match else ""
 
 
-def size_distance(size: str, least: str, most: str, *, upstream: bool) -> tuple[int, float]:
+def size_distance(size: str, minimum: str, maximum: str, *, upstream: bool) -> tuple[int, float]:
     """Return the distance of a size from the bounds of a range; a missing bound is farther than any.
 
     In OME a runtime without a range has distance 0 and wins over those made for the size.
     """
-    ends = [parse_parameters(end) for end in (least, most) if end]
+    ends = [parse_parameters(end) for end in (minimum, maximum) if end]
     if not size:
         return 0, 0.0
     distance = sum(abs(end - parse_parameters(size)) for end in ends)
@@ -332,14 +340,14 @@ def parse_version(text: str) -> Version | None:
     return Version(match[1].lower(), tuple(int(group) for group in match.groups()[1:4] if group), match[5])
 
 
-def version_matches(theirs: str, ours: str, operator: str, *, upstream: bool) -> bool:
-    """Whether a runtime for version `ours` accepts a model of version `theirs`.
+def version_matches(model_version: str, runtime_version: str, operator: str, *, upstream: bool) -> bool:
+    """Whether a runtime for version `runtime_version` accepts a model of version `model_version`.
 
     GreaterThan means that the runtime's version is greater: a maximum for models, not a minimum.
     """
-    model, runtime = parse_version(theirs), parse_version(ours)
+    model, runtime = parse_version(model_version), parse_version(runtime_version)
     if model is None or runtime is None:
-        return theirs == ours and not upstream
+        return model_version == runtime_version and not upstream
     alike = model.prefix == runtime.prefix and len(model.numbers) == len(runtime.numbers)
     if upstream and not alike:
         return False

@@ -58,9 +58,9 @@ def select(service: Document, facts: ClusterFacts) -> Selection:
     if model_name and model is None:
         problem = Problem("spec.model.name", f"there is no model {model_name}", "create it first, or correct the name")
         return Selection(None, "the model does not exist", problem=problem, failure="BaseModelNotFound")
-    named = get_str(spec, "runtime", "name")
-    if named:
-        return _select_named(service, named, model, facts)
+    runtime_name = get_str(spec, "runtime", "name")
+    if runtime_name:
+        return _select_named(service, runtime_name, model, facts)
     alone = has_own_image(get_mapping(spec, "engine"))
     if model is None:
         if alone:
@@ -81,10 +81,10 @@ def matching_entry(runtime: Document, model: Document, facts: ClusterFacts) -> D
     """Return the entry of `supportedModelFormats` that matches a model; it configures accelerators."""
     index = facts.derived(runtime_index)
     namespace = namespace_of(runtime) if get_str(runtime, "kind") != "ClusterServingRuntime" else ""
-    offer = next((offer for offer in index.offers.get(namespace, ()) if offer.runtime is runtime), None)
-    if offer is None:
-        return match_runtime(model, read_offer(runtime), upstream=index.upstream).entry
-    return index.answer(model, offer).entry
+    parsed = next((parsed for parsed in index.runtimes.get(namespace, ()) if parsed.document is runtime), None)
+    if parsed is None:
+        return match_runtime(model, parse_runtime(runtime), upstream=index.upstream).entry
+    return index.match(model, parsed).entry
 
 
 def _select_named(service: Document, name: str, model: Document | None, facts: ClusterFacts) -> Selection:
@@ -92,27 +92,27 @@ def _select_named(service: Document, name: str, model: Document | None, facts: C
     runtime = facts.runtime(namespace, name, get_str(service, "spec", "runtime", "kind"))
     index = facts.derived(runtime_index)
     others = tuple(
-        Rejection(offer.name, f"the service names {name}")
-        for offer in index.available(namespace)
-        if offer.runtime is not runtime
+        Rejection(parsed.name, f"the service names {name}")
+        for parsed in index.available(namespace)
+        if parsed.document is not runtime
     )
     place = "spec.runtime.name"
     if runtime is None:
         fix = "create it first, correct the name, or leave spec.runtime out to have one chosen"
         problem = Problem(place, f"there is no runtime {name}", fix)
         return Selection(None, "the runtime does not exist", others, problem, "RuntimeNotRecognized")
-    offer = next(offer for offer in index.available(namespace) if offer.runtime is runtime)
+    parsed = next(parsed for parsed in index.available(namespace) if parsed.document is runtime)
     reason, failure = "", "NoSupportingRuntime"
-    if offer.disabled:
+    if parsed.disabled:
         reason, failure = "it is disabled", "RuntimeDisabled"
     else:
-        reason = _accelerator_mismatch(_requested_classes(service), offer)
+        reason = _accelerator_mismatch(_requested_classes(service), parsed)
         if not reason and model is not None:
-            answer = index.answer(model, offer)
-            reason = answer.reason if answer.fit is Fit.NONE else ""
+            result = index.match(model, parsed)
+            reason = result.reason if result.fit is Fit.NONE else ""
     message = f"the service names {name}"
     if not reason:
-        lacks = "" if index.upstream else _missing_config(_needs(get_mapping(service, "spec")), offer)
+        lacks = "" if index.upstream else _missing_config(_needs(get_mapping(service, "spec")), parsed)
         return Selection(runtime, f"{message}, though {lacks}" if lacks else message, others)
     unread = _unread_problem(model) if model is not None and failure == "NoSupportingRuntime" else None
     if unread is not None:
@@ -133,22 +133,22 @@ def _select_best(service: Document, model: Document, facts: ClusterFacts, alone:
     matches: list[Match] = []
     rejected: list[Rejection] = []
     for match in candidates.fitting:
-        reason = _accelerator_mismatch(classes, match.offer)
-        if not reason and not match.offer.auto_select:
+        reason = _accelerator_mismatch(classes, match.runtime)
+        if not reason and not match.runtime.auto_select:
             reason = "it fits, but none of its formats has autoSelect: true"
         if not reason and not index.upstream:
-            reason = _missing_config(needs, match.offer) or named_size_reason(
-                named_size, match.offer.least, match.offer.most
+            reason = _missing_config(needs, match.runtime) or named_size_reason(
+                named_size, match.runtime.min_size, match.runtime.max_size
             )
         if reason:
-            rejected.append(Rejection(match.offer.name, reason))
+            rejected.append(Rejection(match.runtime.name, reason))
         else:
             matches.append(match)
     if not matches:
         return _no_match(model, (*rejected, *candidates.others), alone)
     best = matches[0]
-    lower = [Rejection(match.offer.name, _ranked_lower_reason(match, best)) for match in matches[1:]]
-    return Selection(best.offer.runtime, _reason(best, len(matches)), (*lower, *rejected, *candidates.others))
+    lower = [Rejection(match.runtime.name, _ranked_lower_reason(match, best)) for match in matches[1:]]
+    return Selection(best.runtime.document, _reason(best, len(matches)), (*lower, *rejected, *candidates.others))
 
 
 def _no_match(model: Document, rejected: tuple[Rejection, ...], alone: bool) -> Selection:
@@ -167,39 +167,41 @@ def _no_match(model: Document, rejected: tuple[Rejection, ...], alone: bool) -> 
 
 
 def _unread_problem(model: Document) -> Problem | None:
-    """Return why nothing is known of a model yet, if its architecture is still to be read from its files."""
+    """Return the problem of a model whose metadata has not been read from its files yet; None for any other."""
     state = get_str(model, "status", "state")
     if get_str(model, "spec", "modelArchitecture") or state not in ("Failed", "In_Transit"):
         return None
     name = name_of(model)
     if state == "Failed":
         message = get_str(model, "status", "message")
-        why = f" on {message}" if message else ""
+        where_failed = f" on {message}" if message else ""
         fix = f"correct its spec.storage, or what is named there: headrace describe model {name} shows the nodes"
-        return Problem("spec.model.name", f"the download of the model {name} failed{why}", fix)
+        return Problem("spec.model.name", f"the download of the model {name} failed{where_failed}", fix)
     fix = "wait for it, or write modelArchitecture and modelFormat in the model's spec"
     return Problem("spec.model.name", f"the model {name} is being downloaded, and nothing is known of it before", fix)
 
 
 def _reason(match: Match, count: int) -> str:
-    answer = match.answer
-    near = f", though not exactly ({answer.reason})" if answer.fit is Fit.NEAR else ""
-    if answer.unknown_size:
-        near += f", whose size is not known and was not compared with {answer.unknown_size}: set its modelParameterSize"
+    result = match.result
+    remark = f", though not exactly ({result.reason})" if result.fit is Fit.NEAR else ""
+    if result.unknown_size:
+        remark += (
+            f", whose size is not known and was not compared with {result.unknown_size}: set its modelParameterSize"
+        )
     if count == 1:
-        return f"it alone fits the model{near}"
-    return f"it is the best of {count} that fit the model{near} (score {answer.score})"
+        return f"it alone fits the model{remark}"
+    return f"it is the best of {count} that fit the model{remark} (score {result.score})"
 
 
 def _ranked_lower_reason(match: Match, best: Match) -> str:
-    name = best.offer.name
-    if match.answer.fit != best.answer.fit:
-        return f"it fits, but {name} fits exactly ({match.answer.reason})"
-    if bool(match.offer.namespace) != bool(best.offer.namespace):
+    name = best.runtime.name
+    if match.result.fit != best.result.fit:
+        return f"it fits, but {name} fits exactly ({match.result.reason})"
+    if bool(match.runtime.namespace) != bool(best.runtime.namespace):
         return f"it fits, but {name} is of the service's namespace"
-    if match.answer.score != best.answer.score:
-        return f"it fits, but {name} scores higher ({best.answer.score} against {match.answer.score})"
-    if match.answer.distance != best.answer.distance:
+    if match.result.score != best.result.score:
+        return f"it fits, but {name} scores higher ({best.result.score} against {match.result.score})"
+    if match.result.distance != best.result.distance:
         return f"it fits, but the size range of {name} is closer to the model"
     return f"it fits as well as {name}, which is first by name"
 
@@ -207,20 +209,20 @@ def _ranked_lower_reason(match: Match, best: Match) -> str:
 def _requested_classes(service: Document) -> tuple[str, ...]:
     """Return the accelerator classes that a service names."""
     spec = get_mapping(service, "spec")
-    named = {
+    names = {
         annotations_of(service).get(ACCELERATOR_CLASS, ""),
         get_str(spec, "acceleratorSelector", "acceleratorClass"),
         get_str(spec, "engine", "acceleratorOverride", "acceleratorClass"),
         get_str(spec, "decoder", "acceleratorOverride", "acceleratorClass"),
     }
-    return tuple(sorted(named - {""}))
+    return tuple(sorted(names - {""}))
 
 
-def _accelerator_mismatch(classes: tuple[str, ...], offer: RuntimeOffer) -> str:
-    missing = [name for name in classes if name not in offer.classes]
+def _accelerator_mismatch(classes: tuple[str, ...], parsed: ParsedRuntime) -> str:
+    missing = [name for name in classes if name not in parsed.classes]
     if not missing:
         return ""
-    have = ", ".join(offer.classes) or "none"
+    have = ", ".join(parsed.classes) or "none"
     return f"accelerator mismatch (service={', '.join(missing)}, runtime={have})"
 
 
@@ -251,36 +253,36 @@ def _has_workers(component: Document) -> bool:
     return (get_int(component, "worker", "size") or 0) > 0
 
 
-def _missing_config(needs: _RuntimeNeeds, offer: RuntimeOffer) -> str:
+def _missing_config(needs: _RuntimeNeeds, parsed: ParsedRuntime) -> str:
     """Return what a runtime lacks for the components of a service; "" if nothing. OME does not check this."""
-    if needs.engine and not offer.engine:
+    if needs.engine and not parsed.engine:
         return "the runtime has no engineConfig"
-    if offer.decoder and not needs.has_decoder:
+    if parsed.decoder and not needs.has_decoder:
         return "the runtime separates prefill from decoding, and the service has no decoder"
-    if needs.decoder and not offer.decoder:
+    if needs.decoder and not parsed.decoder:
         return "the service has a decoder, and the runtime no decoderConfig"
-    if needs.worker and not offer.worker:
+    if needs.worker and not parsed.worker:
         return "the engine asks for workers, and the runtime's engineConfig has none"
-    if needs.decoder_worker and not offer.decoder_worker:
+    if needs.decoder_worker and not parsed.decoder_worker:
         return "the decoder asks for workers, and the runtime's decoderConfig has none"
-    if needs.router and not offer.router:
+    if needs.router and not parsed.router:
         return "the service has a router, and the runtime no routerConfig"
     return ""
 
 
 @dataclass(frozen=True, eq=False)
-class RuntimeOffer:
-    """A parsed runtime."""
+class ParsedRuntime:
+    """The fields of a runtime that selection reads."""
 
-    runtime: Document
+    document: Document
     name: str
     namespace: str
     """"" for a ClusterServingRuntime."""
     disabled: bool
     entries: tuple[SupportedFormat, ...]
     auto_select: bool
-    least: str
-    most: str
+    min_size: str
+    max_size: str
     classes: tuple[str, ...]
     engine: bool
     """Whether it configures an engine; the same for the other components."""
@@ -313,13 +315,13 @@ class Rejection(NamedTuple):
 class Match(NamedTuple):
     """A runtime that can serve a model."""
 
-    offer: RuntimeOffer
-    answer: MatchResult
+    runtime: ParsedRuntime
+    result: MatchResult
 
     @property
     def rank(self) -> tuple[int, tuple[int, float], str]:
         """Order of runtimes with the same fit and scope: score, then size, then name."""
-        return -self.answer.score, self.answer.distance, self.offer.name
+        return -self.result.score, self.result.distance, self.runtime.name
 
 
 class Candidates(NamedTuple):
@@ -335,15 +337,15 @@ class RuntimeIndex:
     """All runtimes by namespace, with a cache of matches."""
 
     upstream: bool
-    offers: dict[str, tuple[RuntimeOffer, ...]]
-    answers: dict[int, tuple[Document, ModelRequirements, dict[int, MatchResult]]] = field(default_factory=dict)
+    runtimes: dict[str, tuple[ParsedRuntime, ...]]
+    results: dict[int, tuple[Document, ModelRequirements, dict[int, MatchResult]]] = field(default_factory=dict)
     """By model and runtime, both by identity; the references keep them alive."""
     candidate_cache: dict[tuple[str, int], Candidates] = field(default_factory=dict)
     """By namespace and model."""
 
-    def available(self, namespace: str) -> tuple[RuntimeOffer, ...]:
+    def available(self, namespace: str) -> tuple[ParsedRuntime, ...]:
         """Return the runtimes of a namespace, then the cluster-wide ones."""
-        return (*self.offers.get(namespace, ()), *self.offers.get("", ()))
+        return (*self.runtimes.get(namespace, ()), *self.runtimes.get("", ()))
 
     def candidates(self, namespace: str, model: Document) -> Candidates:
         """Return the available runtimes, split by whether they can serve a model."""
@@ -355,38 +357,38 @@ class RuntimeIndex:
     def _find_candidates(self, namespace: str, model: Document) -> Candidates:
         fitting: list[Match] = []
         others: list[Rejection] = []
-        for offer in self.available(namespace):
-            answer = self.answer(model, offer)
-            if answer.fit is Fit.NONE:
-                others.append(Rejection(offer.name, answer.reason))
+        for parsed in self.available(namespace):
+            result = self.match(model, parsed)
+            if result.fit is Fit.NONE:
+                others.append(Rejection(parsed.name, result.reason))
             else:
-                fitting.append(Match(offer, answer))
+                fitting.append(Match(parsed, result))
         # Best first. Near matches come last: they only serve models for which OME finds no runtime.
-        fitting.sort(key=lambda match: (match.answer.fit, not match.offer.namespace, match.rank))
+        fitting.sort(key=lambda match: (match.result.fit, not match.runtime.namespace, match.rank))
         return Candidates(tuple(fitting), tuple(others))
 
-    def answer(self, model: Document, offer: RuntimeOffer) -> MatchResult:
+    def match(self, model: Document, parsed: ParsedRuntime) -> MatchResult:
         """Return how well a runtime matches a model."""
-        kept = self.answers.get(id(model))
-        if kept is None:
-            kept = self.answers[id(model)] = (model, requirements_of(model), {})
-        result = kept[2].get(id(offer))
+        cached = self.results.get(id(model))
+        if cached is None:
+            cached = self.results[id(model)] = (model, requirements_of(model), {})
+        result = cached[2].get(id(parsed))
         if result is None:
-            result = kept[2][id(offer)] = _match(kept[1], offer, self.upstream)
+            result = cached[2][id(parsed)] = _match(cached[1], parsed, self.upstream)
         return result
 
 
 def runtime_index(facts: ClusterFacts) -> RuntimeIndex:
     """Build the index of the facts; for `facts.derived`."""
-    offers: dict[str, list[RuntimeOffer]] = {}
+    runtimes: dict[str, list[ParsedRuntime]] = {}
     for runtime in facts.runtimes:
-        offer = read_offer(runtime)
-        offers.setdefault(offer.namespace, []).append(offer)
-    ordered = {namespace: tuple(sorted(item, key=lambda offer: offer.name)) for namespace, item in offers.items()}
+        parsed = parse_runtime(runtime)
+        runtimes.setdefault(parsed.namespace, []).append(parsed)
+    ordered = {namespace: tuple(sorted(item, key=lambda parsed: parsed.name)) for namespace, item in runtimes.items()}
     return RuntimeIndex(facts.settings.upstream_selection, ordered)
 
 
-def read_offer(runtime: Document) -> RuntimeOffer:
+def parse_runtime(runtime: Document) -> ParsedRuntime:
     """Parse a runtime."""
     spec = get_mapping(runtime, "spec")
     entries = tuple(
@@ -394,15 +396,15 @@ def read_offer(runtime: Document) -> RuntimeOffer:
     )
     engine, decoder = get_mapping(spec, "engineConfig"), get_mapping(spec, "decoderConfig")
     classes = get_list(spec, "acceleratorRequirements", "acceleratorClasses")
-    return RuntimeOffer(
-        runtime=runtime,
+    return ParsedRuntime(
+        document=runtime,
         name=name_of(runtime),
         namespace="" if kind_of(runtime) == "ClusterServingRuntime" else namespace_of(runtime),
         disabled=spec.get("disabled") is True,
         entries=entries,
         auto_select=any(entry.auto_select for entry in entries),
-        least=get_str(spec, "modelSizeRange", "min"),
-        most=get_str(spec, "modelSizeRange", "max"),
+        min_size=get_str(spec, "modelSizeRange", "min"),
+        max_size=get_str(spec, "modelSizeRange", "max"),
         classes=tuple(name for name in classes if isinstance(name, str)),
         engine=bool(engine) or bool(get_list(spec, "containers")),
         worker=bool(get_mapping(engine, "worker")) or bool(get_mapping(spec, "workers")),
@@ -412,16 +414,16 @@ def read_offer(runtime: Document) -> RuntimeOffer:
     )
 
 
-def match_runtime(model: Document, offer: RuntimeOffer, *, upstream: bool) -> MatchResult:
+def match_runtime(model: Document, parsed: ParsedRuntime, *, upstream: bool) -> MatchResult:
     """Match a runtime with a model, without a cache."""
-    return _match(requirements_of(model), offer, upstream)
+    return _match(requirements_of(model), parsed, upstream)
 
 
-def _match(model: ModelRequirements, offer: RuntimeOffer, upstream: bool) -> MatchResult:
-    if offer.disabled:
+def _match(model: ModelRequirements, parsed: ParsedRuntime, upstream: bool) -> MatchResult:
+    if parsed.disabled:
         return MatchResult(Fit.NONE, "the runtime is disabled", 0, (0, 0.0), None)
     best, value, matched = Fit.NONE, "the runtime lists no supported model formats", None
-    for number, entry in enumerate(offer.entries):
+    for number, entry in enumerate(parsed.entries):
         fit, reason = match_format(model, entry, upstream=upstream)
         if fit < best or number == 0:
             best, value = fit, reason
@@ -429,7 +431,7 @@ def _match(model: ModelRequirements, offer: RuntimeOffer, upstream: bool) -> Mat
         if best is Fit.EXACT:
             break
     if best < Fit.NONE:
-        reason = size_reason(model.size, offer.least, offer.most, upstream=upstream)
+        reason = size_reason(model.size, parsed.min_size, parsed.max_size, upstream=upstream)
         if reason:
             best, value, matched = Fit.NONE, reason, None
     if best is Fit.NONE:
@@ -437,15 +439,18 @@ def _match(model: ModelRequirements, offer: RuntimeOffer, upstream: bool) -> Mat
     return MatchResult(
         fit=best,
         reason=value,
-        score=score(model, offer.entries, upstream=upstream, near=best is Fit.NEAR),
+        score=score(model, parsed.entries, upstream=upstream, near=best is Fit.NEAR),
         distance=size_distance(
-            model.size or ("" if upstream else model.named_size), offer.least, offer.most, upstream=upstream
+            model.size or ("" if upstream else model.named_size), parsed.min_size, parsed.max_size, upstream=upstream
         ),
         entry=matched,
-        unknown_size="" if model.size or model.named_size else _size_range(offer),
+        unknown_size="" if model.size or model.named_size else _size_range(parsed),
     )
 
 
-def _size_range(offer: RuntimeOffer) -> str:
-    least, most = offer.least and f"at least {offer.least}", offer.most and f"at most {offer.most}"
-    return " and ".join(filter(None, (least, most)))
+def _size_range(parsed: ParsedRuntime) -> str:
+    minimum, maximum = (
+        parsed.min_size and f"at least {parsed.min_size}",
+        parsed.max_size and f"at most {parsed.max_size}",
+    )
+    return " and ".join(filter(None, (minimum, maximum)))

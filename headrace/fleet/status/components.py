@@ -67,13 +67,13 @@ def component_status(service: Document, plan: Plan, component: Component, observ
     planned, pods = workloads(plan.objects, name), observed.pods_of(name)
     shares = shares_of(plan.rollouts[name]) if name in plan.rollouts else []
     silent = {share.digest for share in shares if share.percent == 0}
-    counted = [workload for workload in planned if _digest(workload) not in silent] or planned
+    serving = [workload for workload in planned if _digest(workload) not in silent] or planned
     newest = _newest(planned, shares)
-    own = component_ready(ready_type(name), counted, observed, pods)
+    ready = component_ready(ready_type(name), serving, observed, pods)
     live = [workload for workload in map(observed.live, planned) if workload is not None]
     before = get_mapping(service, "status", "components", name)
     entry: dict[str, Any] = {"mode": component.mode}
-    conditions, url = [own], plan.urls.components.get(name, "")
+    conditions, url = [ready], plan.urls.components.get(name, "")
     if planned and is_knative(planned[0]):
         entry |= _knative(live[0] if live else None, before)
         url = get_str(live[0], "status", "url") if live else ""
@@ -90,7 +90,7 @@ def component_status(service: Document, plan: Plan, component: Component, observ
     if scaling is not None:
         conditions.append(scaling)
     # The URL of a component that was once ready stays, even while it is not.
-    if url and (own.status == "True" or get_str(before, "url") == url):
+    if url and (ready.status == "True" or get_str(before, "url") == url):
         entry["url"] = url
     entry |= _replicas(planned, live, pods)
     if component.accelerator:
@@ -102,14 +102,14 @@ def component_status(service: Document, plan: Plan, component: Component, observ
         pods,
         recent,
         suspended=bool(live)
-        and own.status == "True"
+        and ready.status == "True"
         and all(is_knative(workload) or desired_replicas(workload) == 0 for workload in live),
         current=current,
         revision=get_str(entry, "latestCreatedRevision"),
     )
-    latest = _latest(own, newest, current, observed, recent)
+    latest = _latest(ready, newest, current, observed, recent)
     if state is not None and (state.phase == ROLLED_BACK or (latest.status == "True" and state.phase != PROMOTED)):
-        latest = replace(rollout_condition(name, state), type=own.type)
+        latest = replace(rollout_condition(name, state), type=ready.type)
     return ComponentStatus(tuple(conditions), latest, entry, copies)
 
 
@@ -141,28 +141,28 @@ def _knative(live: Document | None, before: Document) -> dict[str, Any]:
 
 def _knative_conditions(name: str, live: Document | None) -> list[Condition]:
     return [
-        copy_condition(f"{name.capitalize()}{what}Ready", condition_of(live, theirs), informs=True)
-        for what, theirs in (("Route", "RoutesReady"), ("Configuration", "ConfigurationsReady"))
+        copy_condition(f"{name.capitalize()}{what}Ready", condition_of(live, knative_type), informs=True)
+        for what, knative_type in (("Route", "RoutesReady"), ("Configuration", "ConfigurationsReady"))
     ]
 
 
 def _latest(
-    own: Condition, newest: Sequence[Document], current: bool, observed: Observed, recent: Sequence[Document]
+    main: Condition, newest: Sequence[Document], current: bool, observed: Observed, recent: Sequence[Document]
 ) -> Condition:
     """Return whether the last change is rolled out. A component may be ready while its new revision fails."""
-    if current and own.status == "True":
-        return Condition(own.type, "True", informs=True)
-    if own.status != "True":
-        return Condition(own.type, own.status, own.reason, own.message, informs=True)
+    if current and main.status == "True":
+        return Condition(main.type, "True", informs=True)
+    if main.status != "True":
+        return Condition(main.type, main.status, main.reason, main.message, informs=True)
     failed = [state for state in map(pod_state, recent) if state.state == FAILED]
     if failed:
         message = f"pod {failed[-1].pod}: {failed[-1].message}"
-        return Condition(own.type, "False", failed[-1].reason, message, informs=True)
+        return Condition(main.type, "False", failed[-1].reason, message, informs=True)
     for workload in newest:
         stuck = condition_of(observed.live(workload), "Progressing")
         if get_str(stuck, "status") == "False":
-            return Condition(own.type, "False", get_str(stuck, "reason"), get_str(stuck, "message"), informs=True)
-    return Condition(own.type, "Unknown", "Progressing", "the new revision is being rolled out", informs=True)
+            return Condition(main.type, "False", get_str(stuck, "reason"), get_str(stuck, "message"), informs=True)
+    return Condition(main.type, "Unknown", "Progressing", "the new revision is being rolled out", informs=True)
 
 
 def _replicas(planned: Sequence[Document], live: Sequence[Document], pods: Sequence[Document]) -> dict[str, Any]:
@@ -182,12 +182,12 @@ def _replicas(planned: Sequence[Document], live: Sequence[Document], pods: Seque
 
 def _accelerator(component: Component) -> dict[str, Any]:
     """Return the chosen accelerator class, and what it added to the pod."""
-    where, pod = ("leader", component.leader) if component.leader else ("pod", component.pod)
+    role, pod = ("leader", component.leader) if component.leader else ("pod", component.pod)
     entry: dict[str, Any] = {"acceleratorClass": component.accelerator, "reason": component.accelerator_reason}
     chosen = {
         name: value
         for name, value in get_mapping(pod, "nodeSelector").items()
-        if component.origins.get(f"{where}.nodeSelector.{name}") == "accelerator"
+        if component.origins.get(f"{role}.nodeSelector.{name}") == "accelerator"
     }
     if chosen:
         entry["nodeSelector"] = chosen
@@ -249,7 +249,7 @@ def planned_revisions(
     names = {revision["digest"]: revision["name"] for revision in known}
     latest = [share.digest for share in shares if share.latest]
     created = next((names[digest] for digest in latest if digest in existing), get_str(before, "latestCreatedRevision"))
-    shown = next(
+    latest_share = next(
         (names[digest] for digest in latest if digest in ready_digests), get_str(before, "latestReadyRevision")
     )
     traffic: list[dict[str, Any]] = []
@@ -258,7 +258,7 @@ def planned_revisions(
             continue
         entry: dict[str, Any] = {"revisionName": names[share.digest], "percent": share.percent}
         traffic.append(entry | ({"latestRevision": True} if share.latest else {"latestRevision": False, "tag": "prev"}))
-    return _with_rollout(created, shown, traffic, before) | ({"revisions": known} if known else {})
+    return _with_rollout(created, latest_share, traffic, before) | ({"revisions": known} if known else {})
 
 
 def _numbered(name: str, digests: Sequence[str], before: Document) -> list[dict[str, str]]:
@@ -273,8 +273,8 @@ def _numbered(name: str, digests: Sequence[str], before: Document) -> list[dict[
             last = known[-1]["name"].rpartition("-")[2] if known else "0"
             number = int(last) + 1 if last.isdecimal() and last.isascii() and len(last) < 10 else 1
             known.append({"name": f"{name}-{number:0{_DIGITS}}", "digest": digest})
-    kept = [revision for revision in known if revision["digest"] in digests]
-    return [revision for revision in known if revision in kept or revision in known[-_MAX_REVISIONS:]]
+    retained = [revision for revision in known if revision["digest"] in digests]
+    return [revision for revision in known if revision in retained or revision in known[-_MAX_REVISIONS:]]
 
 
 def _with_rollout(created: str, ready_revision: str, traffic: list[dict[str, Any]], before: Document) -> dict[str, Any]:

@@ -60,9 +60,9 @@ def copy_condition(kind: str, source: Document | None, *, informs: bool = False)
 
 def summarize(conditions: Sequence[Condition], kind: str = READY, *, informs: bool = False) -> Condition:
     """Combine conditions: False if one is False, else Unknown if one is. The message has all that are not True."""
-    counted = [condition for condition in conditions if not condition.informs or informs]
+    relevant = [condition for condition in conditions if not condition.informs or informs]
     for status in ("False", "Unknown"):
-        bad = [condition for condition in counted if condition.status == status]
+        bad = [condition for condition in relevant if condition.status == status]
         if bad:
             message = "; ".join(f"{condition.type}: {condition.message or condition.reason}" for condition in bad)
             return Condition(kind, bad[0].status, bad[0].reason, message, informs)

@@ -115,7 +115,7 @@ def _is_on_a_node(model: Document | None) -> bool:
 def _model_message(model: Document | None) -> str:
     state, name = get_str(model, "status", "state"), name_of(model or {})
     failed = [node for node in get_list(model, "status", "nodesFailed") if isinstance(node, str)]
-    where = f", failed on {', '.join(failed[:8])}" if failed else ""
+    failures = f", failed on {', '.join(failed[:8])}" if failed else ""
     if get_str(model, "status", "message"):
         return f"no node has the model {name} yet: its download failed on {get_str(model, 'status', 'message')}"
-    return f"no node has the model {name} yet: it is {state}{where}"
+    return f"no node has the model {name} yet: it is {state}{failures}"

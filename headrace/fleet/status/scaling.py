@@ -22,7 +22,7 @@ def scaling_condition(
     Its severity is Info: a component serves without its autoscaler, but stays at its size.
     """
     kind = f"{component.capitalize()}ScalingActive"
-    found: Condition | None = None
+    result: Condition | None = None
     for planned in of_kinds(objects, "HorizontalPodAutoscaler", "ScaledObject"):
         if labels_of(planned).get(COMPONENT_LABEL) != component:
             continue
@@ -30,12 +30,12 @@ def scaling_condition(
         # Only an API server gives objects a version. A local fleet scales by itself, and writes the condition.
         if live is None or not resource_version(live):
             before = condition_of(service, kind)
-            found = copy_condition(kind, before, informs=True) if before is not None else found
+            result = copy_condition(kind, before, informs=True) if before is not None else result
             continue
         condition = _keda(kind, live) if kind_of(live) == "ScaledObject" else _hpa(kind, live)
-        if found is None or (condition is not None and condition.status != "True"):
-            found = condition
-    return found
+        if result is None or (condition is not None and condition.status != "True"):
+            result = condition
+    return result
 
 
 def _hpa(kind: str, live: Document) -> Condition | None:

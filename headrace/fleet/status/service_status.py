@@ -52,10 +52,10 @@ def build_status(service: Document, plan: Plan, observed: Observed, now: datetim
         return _virtual(service, plan, now)
     components = {name: component_status(service, plan, item, observed) for name, item in plan.components.items()}
     ingress = ingress_ready(service, plan.objects, observed)
-    own = [component.conditions[0] for component in components.values()]
+    ready_conditions = [component.conditions[0] for component in components.values()]
     others = [condition for component in components.values() for condition in component.conditions[1:]]
     latest = summarize([component.latest for component in components.values()], LATEST_DEPLOYMENT_READY, informs=True)
-    conditions = [summarize([ingress, *own]), ingress, *own, *others, latest]
+    conditions = [summarize([ingress, *ready_conditions]), ingress, *ready_conditions, *others, latest]
     routes = [other for other in others if other.type.endswith("RouteReady")]
     if routes:
         conditions.append(summarize(routes, ROUTES_READY, informs=True))
@@ -75,9 +75,13 @@ def _common_fields(service: Document, plan: Plan, conditions: Sequence[Condition
     result["conditions"] = conditions_to_json(conditions, service, now)
     if get_mapping(service, "status", "annotations"):
         result["annotations"] = get_mapping(service, "status", "annotations")
-    chosen = plan.selection
-    if chosen is not None and chosen.runtime is not None:
-        result["runtime"] = {"name": name_of(chosen.runtime), "kind": kind_of(chosen.runtime), "reason": chosen.reason}
+    selection = plan.selection
+    if selection is not None and selection.runtime is not None:
+        result["runtime"] = {
+            "name": name_of(selection.runtime),
+            "kind": kind_of(selection.runtime),
+            "reason": selection.reason,
+        }
     if plan.model is not None:
         result["model"] = {"name": name_of(plan.model), "kind": kind_of(plan.model)}
         path = get_str(plan.model, "spec", "storage", "path")
@@ -110,14 +114,18 @@ def problem_status(
     failure: the FailureReason, if selection knows it. reason: the reason of the condition if the spec is not at fault
     (`ReconcileError`); `modelStatus` then stays as it was.
     """
-    why = failure or failure_reason(problems)
+    failure_code = failure or failure_reason(problems)
     message = describe_problems(problems)
     before = get_mapping(service, "status")
-    condition = Condition(READY, "False", reason or (why if why != _INVALID_SPEC else INVALID), message)
+    condition = Condition(
+        READY, "False", reason or (failure_code if failure_code != _INVALID_SPEC else INVALID), message
+    )
     result: dict[str, Any] = {
         **before,
         "conditions": conditions_to_json([condition, *_other_conditions(before)], service, now),
-        "modelStatus": get_mapping(before, "modelStatus") if reason else _model_status(before, why, message, now),
+        "modelStatus": get_mapping(before, "modelStatus")
+        if reason
+        else _model_status(before, failure_code, message, now),
     }
     if get_int(service, "metadata", "generation") is not None:
         result["observedGeneration"] = get_int(service, "metadata", "generation")
@@ -157,15 +165,15 @@ def _other_conditions(before: Document) -> list[Condition]:
     return conditions
 
 
-def _model_status(before: Document, why: str, message: str, now: datetime) -> dict[str, Any]:
+def _model_status(before: Document, failure: str, message: str, now: datetime) -> dict[str, Any]:
     active = get_str(before, "modelStatus", "modelRevisionStates", "activeModelState", default=PENDING)
-    info = {"reason": why, "message": truncate(message)}
+    info = {"reason": failure, "message": truncate(message)}
     last = get_mapping(before, "modelStatus", "lastFailureInfo")
-    same = all(last.get(name) == value for name, value in info.items())
+    unchanged = all(last.get(name) == value for name, value in info.items())
     result: dict[str, Any] = {
         "transitionStatus": INVALID,
         "modelRevisionStates": {"activeModelState": active, "targetModelState": FAILED},
-        "lastFailureInfo": {**info, "time": get_str(last, "time") if same else format_time(now)},
+        "lastFailureInfo": {**info, "time": get_str(last, "time") if unchanged else format_time(now)},
     }
     if get_mapping(before, "modelStatus", "modelCopies"):
         result["modelCopies"] = get_mapping(before, "modelStatus", "modelCopies")
@@ -185,7 +193,7 @@ def ingress_ready(service: Document, objects: Sequence[Document], observed: Obse
         if observed.live(way) is None:
             message = f"{kind_of(way)} {name_of(way)} has not been created yet"
             return Condition(INGRESS_READY, "Unknown", "Creating", message)
-    # Requests of a service that is scaled to zero, or waking, go to the shared activator.
+    # While a service is scaled to zero or being activated, its requests go to the shared activator.
     activated = any(observed.live(document) is not None for document in of_kinds(objects, "EndpointSlice"))
     for workload in () if activated else workloads(objects, FRONT):
         front = workload_ready(INGRESS_READY, workload, observed, observed.pods_of(FRONT))

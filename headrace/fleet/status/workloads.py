@@ -47,12 +47,14 @@ def is_knative(workload: Document) -> bool:
     return group_of(workload) == KNATIVE
 
 
-def component_ready(kind: str, counted: Sequence[Document], observed: Observed, pods: Sequence[Document]) -> Condition:
+def component_ready(
+    kind: str, workloads: Sequence[Document], observed: Observed, pods: Sequence[Document]
+) -> Condition:
     """Return whether all workloads of a component that get requests are ready."""
-    conditions = [workload_ready(kind, workload, observed, pods) for workload in counted]
+    conditions = [workload_ready(kind, workload, observed, pods) for workload in workloads]
     if not conditions:
         return Condition(kind, "Unknown", "Creating", "no workload has been created yet")
-    if all(kind_of(workload) == "RayCluster" for workload in counted):
+    if all(kind_of(workload) == "RayCluster" for workload in workloads):
         # Each cluster is a replica: one is enough.
         return min(conditions, key=lambda condition: ("True", "Unknown", "False").index(condition.status))
     return max(conditions, key=lambda condition: ("True", "Unknown", "False").index(condition.status))
@@ -70,14 +72,14 @@ def workload_ready(kind: str, planned: Document, observed: Observed, pods: Seque
     value = copy_condition(kind, condition_of(live, "Available"))
     if value.status == "True":
         return value
-    own = [pod for pod in pods if _owns_pod(live, pod)]
+    own_pods = [pod for pod in pods if _owns_pod(live, pod)]
     for name, bad in (("ReplicaFailure", "True"), ("Progressing", "False")):
         other = condition_of(live, name)
-        if get_str(other, "status") == bad and not own:
+        if get_str(other, "status") == bad and not own_pods:
             return Condition(kind, "False", get_str(other, "reason"), get_str(other, "message"))
     if value.reason == "Waiting":
         value = Condition(kind, "Unknown", "Deploying", f"{kind_of(live)} {name_of(live)} is starting")
-    return _with_pod_reason(value, own)
+    return _with_pod_reason(value, own_pods)
 
 
 def is_rolled_out(planned: Document, observed: Observed) -> bool:
@@ -86,21 +88,21 @@ def is_rolled_out(planned: Document, observed: Observed) -> bool:
     if live is None:
         return False
     if get_int(live, "status", "observedGeneration") is not None:
-        observed_generation, wanted = (
+        observed_generation, desired = (
             get_int(live, "status", "observedGeneration") or 0,
             get_int(live, "metadata", "generation") or 0,
         )
-        if observed_generation < wanted:
+        if observed_generation < desired:
             return False
     if is_knative(planned):
         created = get_str(live, "status", "latestCreatedRevisionName")
         return bool(created) and created == get_str(live, "status", "latestReadyRevisionName")
     if kind_of(planned) == "RayCluster":
         return get_str(live, "status", "state") == "ready"
-    wanted = desired_replicas(live)
-    updated, there = get_int(live, "status", "updatedReplicas") or 0, get_int(live, "status", "replicas") or 0
+    desired = desired_replicas(live)
+    updated, replicas = get_int(live, "status", "updatedReplicas") or 0, get_int(live, "status", "replicas") or 0
     available = get_int(live, "status", "availableReplicas" if kind_of(live) == "Deployment" else "readyReplicas") or 0
-    return updated >= wanted and there <= updated and available >= min(wanted, updated)
+    return updated >= desired and replicas <= updated and available >= min(desired, updated)
 
 
 def desired_replicas(live: Document) -> int:
@@ -147,8 +149,8 @@ def _owns_pod(workload: Document, pod: Document) -> bool:
         return labels.get("ray.io/cluster", name_of(workload)) == name_of(workload)
     if kind_of(workload) == "LeaderWorkerSet":
         return labels.get("leaderworkerset.sigs.k8s.io/name", name_of(workload)) == name_of(workload)
-    wanted = get_mapping(workload, "spec", "selector", "matchLabels") or {"app": trunc63(name_of(workload))}
-    return all(labels.get(name) == value for name, value in wanted.items())
+    selector = get_mapping(workload, "spec", "selector", "matchLabels") or {"app": trunc63(name_of(workload))}
+    return all(labels.get(name) == value for name, value in selector.items())
 
 
 PENDING, STANDBY, LOADING, LOADED, FAILED = "Pending", "Standby", "Loading", "Loaded", "FailedToLoad"
@@ -158,7 +160,7 @@ _LOAD_FAILED, _UNHEALTHY = "ModelLoadFailed", "RuntimeUnhealthy"
 NODE_LOST = "NodeLost"
 CRASH_LOOP = "CrashLoopBackOff"
 _ENDED = ("", "Error", "Completed")
-"""Reasons of an end that say no more than that the program ended."""
+"""Termination reasons without information: the program ended."""
 _LAST_LINES = 8
 
 _STUCK_REASONS = frozenset(
@@ -174,7 +176,7 @@ _STUCK_REASONS = frozenset(
         "StartError",
     }
 )
-"""Reasons to wait that rarely resolve by themselves. The model was never loaded."""
+"""Waiting reasons that rarely resolve by themselves. The model was never loaded."""
 _LOG_LEVELS = frozenset({"warning", "error", "critical", "fatal"})
 
 
@@ -207,8 +209,8 @@ def pod_state(pod: Document) -> PodState:
         reason = get_str(pod, "status", "reason")
         message = get_str(pod, "status", "message") or reason
         return PodState(name, FAILED, reason, message, failure=_UNHEALTHY)
-    for place, container in _containers(pod):
-        failure = _container_failure(name, container, starting=place == "init")
+    for role, container in _containers(pod):
+        failure = _container_failure(name, container, starting=role == "init")
         if failure is not None:
             return failure
     return _waiting_state(pod)
@@ -222,15 +224,15 @@ def _lost_state(pod: Document) -> PodState | None:
     ready = condition_of(pod, "Ready")
     since = get_str(ready, "lastTransitionTime")
     node = get_str(pod, "spec", "nodeName")
-    where = f"its node {node}" if node else "its node"
-    named = get_str(pod, "status", "reason") == NODE_LOST
+    subject = f"its node {node}" if node else "its node"
+    node_lost = get_str(pod, "status", "reason") == NODE_LOST
     containers = get_mappings(pod, "status", "containerStatuses")
     stale = get_str(condition_of(pod, "ContainersReady"), "status") == "True" and all(
         container.get("ready") is True for container in containers
     )
-    if not named and not (ready is not None and stale and not get_list(pod, "spec", "readinessGates")):
+    if not node_lost and not (ready is not None and stale and not get_list(pod, "spec", "readinessGates")):
         return None
-    message = f"Unknown: {where} stopped reporting" + (f" at {since}" if since else "")
+    message = f"Unknown: {subject} stopped reporting" + (f" at {since}" if since else "")
     return PodState(name_of(pod), PENDING, NODE_LOST, message)
 
 
@@ -247,7 +249,7 @@ def _container_failure(pod: str, container: Document, *, starting: bool) -> PodS
     if not ended or (code == 0 and (starting or not waiting)):
         return None
     why = get_str(ended, "reason") or "Error"
-    # Not the reason of the moment: a container that crashes again and again runs, ends and waits in turn.
+    # Not the current reason: a container in a crash loop alternates between running, ended and waiting.
     reason = CRASH_LOOP if why in _ENDED else why
     value = _last_error(get_str(ended, "message"))
     message = f"container {named} ended with exit code {code} ({why})" + (f": {value}" if value else "")
@@ -276,9 +278,9 @@ def _waiting_state(pod: Document) -> PodState:
     scheduled = condition_of(pod, "PodScheduled")
     if get_str(scheduled, "status") == "False":
         return PodState(name, PENDING, get_str(scheduled, "reason") or "Unschedulable", get_str(scheduled, "message"))
-    for place, container in _containers(pod):
+    for role, container in _containers(pod):
         if "running" in get_mapping(container, "state"):
-            if place == "init":
+            if role == "init":
                 return PodState(name, LOADING, "PodInitializing", f"container {get_str(container, 'name')} is running")
             if container.get("ready") is not True:
                 value = f"container {get_str(container, 'name')} runs and is not ready yet"

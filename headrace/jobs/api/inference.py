@@ -163,12 +163,12 @@ class InferenceRoutes:
         if early.ended and exchange.on_body_end is not None:
             exchange.on_body_end()
 
-    def _failed(self, exchange: Exchange, service: ServiceConnection, why: str, reached: bool) -> None:
+    def _failed(self, exchange: Exchange, service: ServiceConnection, reason: str, reached: bool) -> None:
         plan = cast("InferencePlan", exchange.head.memo)
         self._connections.drop(service.job_id)
-        self._spawn(self._respond_for_failed(exchange, plan, why, reached))
+        self._spawn(self._respond_for_failed(exchange, plan, reason, reached))
 
-    async def _respond_for_failed(self, exchange: Exchange, plan: InferencePlan, why: str, reached: bool) -> None:
+    async def _respond_for_failed(self, exchange: Exchange, plan: InferencePlan, reason: str, reached: bool) -> None:
         """Respond for a service that failed: it may be stopped, dead or still starting."""
         try:
             service = await self._connections.find(plan.target)
@@ -184,7 +184,7 @@ class InferenceRoutes:
             # It runs but does not listen yet: respond as its status does.
             respond_as_service(exchange, 202, _initializing(service.job_id), plan.is_v2)
             return
-        text = f"the inference microservice {why}: check its status and logs, then try again or stop and start it"
+        text = f"the inference microservice {reason}: check its status and logs, then try again or stop and start it"
         _respond_error(exchange, 500, service.job_id, text, plan.is_v2)
 
     def _respond_not_ready(self, exchange: Exchange, endpoint: Endpoint, is_v2: bool) -> None:
@@ -274,7 +274,7 @@ class ServiceRequest(ProxiedRequest):
 
     router: ServiceConnection
 
-    def _retry_or_fail(self, status: int, why: str, *, may_retry: bool) -> None:
+    def _retry_or_fail(self, status: int, reason: str, *, may_retry: bool) -> None:
         exchange, backend = self.exchange, self.backend
         if backend is None:
             return
@@ -282,11 +282,11 @@ class ServiceRequest(ProxiedRequest):
         self.end_attempt(Outcome.FAILED)
         self.release()
         service = self.router
-        log.warning("Service %s at %s %s.", service.job_id, backend.name, why)
+        log.warning("Service %s at %s %s.", service.job_id, backend.name, reason)
         if exchange.started:
             exchange.abort()
         else:
-            service.on_failure(exchange, service, why, reached)
+            service.on_failure(exchange, service, reason, reached)
 
 
 class V2ServiceRequest(ServiceRequest):

@@ -382,19 +382,19 @@ def _public_operations() -> dict[tuple[str, str], Operation]:
 
 
 def _workspaces(path: str, created_status: str = "200") -> dict[tuple[str, str], Operation]:
-    one, schema = f"{path}/{{workspace}}", ref("Workspace")
+    workspace_path, schema = f"{path}/{{workspace}}", ref("Workspace")
     table = {
         ("GET", path): _get(WORKSPACES, "List workspaces", _list("workspaces", "Workspace"), _PAGE),
         ("POST", path): _post(WORKSPACES, "Create a workspace", "WorkspaceRequest", schema, created_status),
-        ("GET", one): _get(WORKSPACES, "Get a workspace", schema),
-        ("PUT", one): _post(WORKSPACES, "Change a workspace", "WorkspaceRequest", schema, "200", 409),
-        ("PATCH", one): _post(WORKSPACES, "Change a workspace", "WorkspaceRequest", schema, "200", 409),
-        ("DELETE", one): _get(WORKSPACES, "Delete a workspace", schema, more=(409,)),
+        ("GET", workspace_path): _get(WORKSPACES, "Get a workspace", schema),
+        ("PUT", workspace_path): _post(WORKSPACES, "Change a workspace", "WorkspaceRequest", schema, "200", 409),
+        ("PATCH", workspace_path): _post(WORKSPACES, "Change a workspace", "WorkspaceRequest", schema, "200", 409),
+        ("DELETE", workspace_path): _get(WORKSPACES, "Delete a workspace", schema, more=(409,)),
         ("DELETE", path): _post(WORKSPACES, "Delete several workspaces, or none", "WorkspaceIds", _OBJECT, "200", 409),
     }
     texts = {"backup": "Back up the organisation to a bucket", "restore": "Restore missing records from a backup"}
     for verb, text in texts.items():
-        for where in (f"{path}:", f"{one}:", f"{one}/"):
+        for where in (f"{path}:", f"{workspace_path}:", f"{workspace_path}/"):
             table["POST", f"{where}{verb}"] = _post(WORKSPACES, text, "BackupRequest", _OBJECT, "200", 409)
     table["POST", path]["responses"]["200"] = response_object(
         "The existing workspace with the same configuration.", json_content(schema)
@@ -403,7 +403,7 @@ def _workspaces(path: str, created_status: str = "200") -> dict[tuple[str, str],
 
 
 def _jobs(path: str, created_status: str, schema: Schema) -> dict[tuple[str, str], Operation]:
-    one = f"{path}/{{job}}"
+    job_path = f"{path}/{{job}}"
     tail = (query("tail", "Number of lines.", {"type": "integer", "minimum": 0}),)
     log = _operation(JOBS, "Last lines of a job's log", {"200": response_object("Text.", {TEXT: {}})}, parameters=tail)
     return {
@@ -411,15 +411,15 @@ def _jobs(path: str, created_status: str, schema: Schema) -> dict[tuple[str, str
         ("POST", path): _post(
             JOBS, "Register a trained model, or create a batch job", "JobRequest", schema, created_status, 409, 501
         ),
-        ("GET", one): _get(JOBS, "Get a job", ref("Job")),
-        ("DELETE", one): _get(JOBS, "Delete a job", ref("Job"), more=(409,)),
-        ("POST", f"{one}:cancel"): _get(JOBS, "Cancel a job", ref("Job"), more=(409,)),
-        ("POST", f"{one}:pause"): _get(JOBS, "Pause a batch job", ref("Job"), more=(409,)),
-        ("POST", f"{one}:resume"): _get(JOBS, "Resume a paused batch job", ref("Job"), more=(409,)),
-        ("POST", f"{one}:retry"): _retry(created_status),
-        ("GET", f"{one}/logs"): log,
-        ("GET", f"{one}:logs"): log,
-        ("GET", f"{one}:events"): _get(JOBS, "Events of a job, with reasons", _OBJECT),
+        ("GET", job_path): _get(JOBS, "Get a job", ref("Job")),
+        ("DELETE", job_path): _get(JOBS, "Delete a job", ref("Job"), more=(409,)),
+        ("POST", f"{job_path}:cancel"): _get(JOBS, "Cancel a job", ref("Job"), more=(409,)),
+        ("POST", f"{job_path}:pause"): _get(JOBS, "Pause a batch job", ref("Job"), more=(409,)),
+        ("POST", f"{job_path}:resume"): _get(JOBS, "Resume a paused batch job", ref("Job"), more=(409,)),
+        ("POST", f"{job_path}:retry"): _retry(created_status),
+        ("GET", f"{job_path}/logs"): log,
+        ("GET", f"{job_path}:logs"): log,
+        ("GET", f"{job_path}:events"): _get(JOBS, "Events of a job, with reasons", _OBJECT),
     }
 
 

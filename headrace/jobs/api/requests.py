@@ -33,10 +33,10 @@ def parse_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     return content
 
 
-def parse_uuid(text: str, what: str) -> str:
-    """Return an id in lower case. `what` is "Job", "Experiment" or "Workspace"."""
+def parse_uuid(text: str, noun: str) -> str:
+    """Return an id in lower case. `noun` is "Job", "Experiment" or "Workspace"."""
     if not _UUID.fullmatch(text):
-        raise InvalidArgument(f"{what} ID passed is not a valid UUID")
+        raise InvalidArgument(f"{noun} ID passed is not a valid UUID")
     return text.lower()
 
 
@@ -60,8 +60,8 @@ def parse_number(query: Mapping[str, str], name: str) -> int | None:
 class Fields:
     """The fields of a JSON object, by type; null counts as missing."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._given = fields
 
     def text(self, *names: str, max_chars: int = _MAX_TEXT) -> str | None:
         """Return a string, from the first of these names that is present."""
@@ -76,10 +76,10 @@ class Fields:
             return value
         return None
 
-    def uuid(self, what: str, *names: str) -> str | None:
+    def uuid(self, noun: str, *names: str) -> str | None:
         """Return an id."""
         value = self.text(*names)
-        return None if value is None else parse_uuid(value, what)
+        return None if value is None else parse_uuid(value, noun)
 
     def flag(self, name: str) -> bool | None:
         """Return a boolean."""
@@ -88,13 +88,13 @@ class Fields:
             raise InvalidArgument(f"{name} must be true or false")
         return value
 
-    def number(self, name: str, low: int, high: int) -> int | None:
+    def number(self, name: str, minimum: int, maximum: int) -> int | None:
         """Return an integer."""
         value = self._given.get(name)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise InvalidArgument(f"{name} must be an integer from {low} to {high}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise InvalidArgument(f"{name} must be an integer from {minimum} to {maximum}")
         return value
 
     def object(self, name: str) -> dict[str, Any] | None:

@@ -152,18 +152,18 @@ def read_columns(
     parts: Iterable[tuple[int, Any]],
     plain: PlainInput,
     size: int,
-    wanted: Callable[[int], bool] | None,
+    is_wanted: Callable[[int], bool] | None,
     read: Callable[[int, Any], T],
 ) -> Iterator[Chunk[T]]:
     """Read record batches of pyarrow, each with the index of its first row, as blocks of `size`.
 
-    `wanted`: selects rows, if not all. `read`: the slow path.
+    `is_wanted`: selects rows, if not all. `read`: the slow path.
     """
     for first, rows in parts:
         indices: Sequence[int] = range(first, first + rows.num_rows)
         part = rows
-        if wanted is not None:
-            indices = [index for index in indices if wanted(index)]
+        if is_wanted is not None:
+            indices = [index for index in indices if is_wanted(index)]
             if not indices:
                 continue
             part = rows.take([index - first for index in indices])
@@ -172,7 +172,12 @@ def read_columns(
             yield Chunk(others=[read(index, row) for index, row in zip(indices, part.to_pylist(), strict=True)])
             continue
         starts = range(0, len(indices), size)
-        yield Chunk([Block(indices[at : at + size], ids[at : at + size], matrix[at : at + size]) for at in starts])
+        yield Chunk(
+            [
+                Block(indices[offset : offset + size], ids[offset : offset + size], matrix[offset : offset + size])
+                for offset in starts
+            ]
+        )
 
 
 def _matrix(part: Any, plain: PlainInput) -> npt.NDArray[Any] | None:
@@ -197,18 +202,18 @@ def _has_width(column: Any, width: int) -> bool:
 def _converted(values: Any, dtype: np.dtype[Any], shape: tuple[int, int]) -> npt.NDArray[Any] | None:
     """Convert values as packing would; None if packing would fail."""
     try:
-        given = values.to_numpy(zero_copy_only=False)
+        array = values.to_numpy(zero_copy_only=False)
     except (ValueError, NotImplementedError, TypeError):
         return None  # structs, strings
-    if given.dtype.kind not in ("iu" if dtype.kind in "iu" else "fiu"):
+    if array.dtype.kind not in ("iu" if dtype.kind in "iu" else "fiu"):
         return None
-    if dtype.kind in "iu" and given.size:
+    if dtype.kind in "iu" and array.size:
         limits = np.iinfo(dtype)
-        if int(given.min()) < limits.min or int(given.max()) > limits.max:
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
             return None
     with np.errstate(over="ignore", invalid="ignore"):
-        converted = np.ascontiguousarray(given, dtype)
-    if dtype.kind == "f" and np.isinf(converted).any() and not np.isinf(given[np.isinf(converted)]).all():
+        converted = np.ascontiguousarray(array, dtype)
+    if dtype.kind == "f" and np.isinf(converted).any() and not np.isinf(array[np.isinf(converted)]).all():
         return None
     return converted.reshape(shape)
 

@@ -144,8 +144,8 @@ class TensorClient:
         for name, values in inputs.items():
             input_rows = self._inputs.get(name)
             if input_rows is None:
-                known = ", ".join(self._inputs)
-                raise InvalidArgument(f"{str(name)[:64]!a} is not an input of the model, which takes {known}")
+                names = ", ".join(self._inputs)
+                raise InvalidArgument(f"{str(name)[:64]!a} is not an input of the model, which takes {names}")
             shape, rows[name] = input_rows.row(values)
             key.append((name, shape))
         return tuple(key), rows

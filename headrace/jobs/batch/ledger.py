@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: an append-only file of results, and which items they cover.
+"""The ledger: an append-only file of results, and the set of items that it covers.
 
 Each item has one line; results that become Parquet have one line per block (`blocks.pack`). The lines are authoritative: an
 item is done when its complete line is in the file. The progress file saves reading all lines again. A line that a kill or a
@@ -265,7 +265,7 @@ def _remove_failed(path: Path, descriptor: int) -> int:
     temporary.unlink(missing_ok=True)
     new_descriptor = _open_locked(temporary)
     try:
-        with open(descriptor, "rb", closefd=False) as file, open(new_descriptor, "wb", closefd=False) as kept:
+        with open(descriptor, "rb", closefd=False) as file, open(new_descriptor, "wb", closefd=False) as new_file:
             file.seek(0)
             for line in file:
                 try:
@@ -273,7 +273,7 @@ def _remove_failed(path: Path, descriptor: int) -> int:
                 except ValueError:
                     break  # truncated
                 if not failed:
-                    kept.write(line)
+                    new_file.write(line)
         os.fsync(new_descriptor)
         temporary.replace(path)
     except BaseException:

@@ -130,7 +130,7 @@ def _describe(settings: BatchSettings, engine: Engine, name: str, kind: ModelKin
 
 async def _from_repository(settings: BatchSettings, progress: Progress) -> tuple[Engine, StagedModel]:
     name = check_name(settings.model)
-    here = _is_folder_here(settings.repository)
+    is_local = _is_folder_here(settings.repository)
     repository_settings = RepositorySettings(mode="explicit", load_models=(name,), model_load_thread_count=1)
     engine = open_engine(EngineSettings((settings.repository,), repository_settings, cache_bytes=0), progress)
     try:
@@ -138,7 +138,7 @@ async def _from_repository(settings: BatchSettings, progress: Progress) -> tuple
     except BaseException:
         await engine.close(0)
         raise
-    folder = Path(settings.repository, name) if here else Path()
+    folder = Path(settings.repository, name) if is_local else Path()
     return engine, StagedModel(name, folder, settings.task)
 
 

@@ -105,8 +105,8 @@ def deliver(target: OutputTarget, settings: BatchSettings, outputs: Outputs = No
             _to_parquet(target.results, target.location.path, outputs)
             fault_point("batch.output.delivered")
         return
-    for left in target.results.parent.glob(f"{_DELIVERING}*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a run that was killed; this one holds the lock of the results
+    for leftover in target.results.parent.glob(f"{_DELIVERING}*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed; this one holds the lock of the results
     with tempfile.TemporaryDirectory(dir=target.results.parent, prefix=_DELIVERING) as folder:
         content = target.results
         if target.parquet:

@@ -305,9 +305,9 @@ class BatchRunner:
         """Yield chunks of prepared items that are not done. Runs in a thread."""
         size = self._client.max_batch
         if self._plain is not None and isinstance(self._source, ParquetSource):
-            limit, wanted = self._settings.limit, None if self._wants_all else self._wants
+            limit, is_wanted = self._settings.limit, None if self._wants_all else self._wants
             parts = itertools.takewhile(lambda part: limit is None or part[0] < limit, self._source.parts(size))
-            yield from read_columns(parts, self._plain, size, wanted, self._read)
+            yield from read_columns(parts, self._plain, size, is_wanted, self._read)
             return
         if self._plain is not None:
             yield from read_blocks(self._entries(), self._plain, size, self._read)

@@ -232,13 +232,13 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def pyarrow_for(what: str) -> Any:
+def pyarrow_for(feature: str) -> Any:
     """Return the modules `pyarrow` and `pyarrow.parquet`; the error says how to install them."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
     except ImportError:
-        raise MissingExtra(what, "parquet", "use JSON Lines (a name that ends in .jsonl)") from None
+        raise MissingExtra(feature, "parquet", "use JSON Lines (a name that ends in .jsonl)") from None
 
 
 class ParquetSource:

@@ -134,20 +134,20 @@ def parse_settings(options: CommandLine, environ: MutableMapping[str, str]) -> M
 def _nodes(environ: MutableMapping[str, str]) -> NodeSettings:
     """Return the nodes that the environment describes, if it has their key: `headrace service start --nodes` sets it."""
     key = environ.pop(KEY_VARIABLE, "").encode()
-    found = node_environment(environ) if key else None
-    if found is None:
+    nodes = node_environment(environ) if key else None
+    if nodes is None:
         return NodeSettings()
     if len(key) < MIN_KEY_BYTES:
         raise InvalidArgument(f"the key in {KEY_VARIABLE} has {len(key)} bytes: use at least {MIN_KEY_BYTES}")
-    if found.rank is None or not found.host:
-        raise InvalidArgument(f"{found.source} has started {found.count} nodes, and does not say which this is")
-    return NodeSettings(found.count, found.rank, found.host, found.port or DEFAULT_PORT, key)
+    if nodes.rank is None or not nodes.host:
+        raise InvalidArgument(f"{nodes.source} has started {nodes.count} nodes, and does not say which this is")
+    return NodeSettings(nodes.count, nodes.rank, nodes.host, nodes.port or DEFAULT_PORT, key)
 
 
-def read_literal(text: str, what: str) -> Any:
+def read_literal(text: str, name: str) -> Any:
     """Parse JSON, or else a Python literal."""
     if len(text) > MAX_JSON:
-        raise InvalidArgument(f"{what} has more than {MAX_JSON} characters: pass only what the model needs")
+        raise InvalidArgument(f"{name} has more than {MAX_JSON} characters: pass only what the model needs")
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -156,14 +156,14 @@ def read_literal(text: str, what: str) -> Any:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise InvalidArgument(
-            f'{what} is neither JSON nor a Python literal: quote it once for the shell, as in {what} \'{{"key": "value"}}\''
+            f'{name} is neither JSON nor a Python literal: quote it once for the shell, as in {name} \'{{"key": "value"}}\''
         ) from None
 
 
-def _object(text: str, what: str) -> Mapping[str, Any]:
-    value = read_literal(text, what)
+def _object(text: str, name: str) -> Mapping[str, Any]:
+    value = read_literal(text, name)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise InvalidArgument(f'{what} is not an object: write {{"key": "value"}}')
+        raise InvalidArgument(f'{name} is not an object: write {{"key": "value"}}')
     return value
 
 

@@ -195,10 +195,10 @@ def _stage_hub_folder(
     return StagedModel(name, folder, kind, ADAPTER if adapter is not None else "")
 
 
-def _one_node(what: str, settings: MicroserviceSettings) -> str:
+def _one_node(model_text: str, settings: MicroserviceSettings) -> str:
     return (
-        f"{what} cannot be shared by {settings.nodes.count} nodes, which is for language models in Hugging Face's format: "
-        "start it on one node"
+        f"{model_text} cannot be shared by {settings.nodes.count} nodes, which is for language models in Hugging Face's "
+        "format: start it on one node"
     )
 
 

@@ -108,8 +108,8 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def _check_callable(factory: Any, what: str) -> OpenPipeline:
+def _check_callable(factory: Any, name: str) -> OpenPipeline:
     if not callable(factory):
-        raise InvalidArgument(f"{what} is not a function: use one that takes PipelineSettings and returns a pipeline")
+        raise InvalidArgument(f"{name} is not a function: use one that takes PipelineSettings and returns a pipeline")
     open_pipeline: OpenPipeline = factory
     return open_pipeline

@@ -184,8 +184,8 @@ class Startup:
     def _now(self) -> str:
         return iso(self._clock.wall())
 
-    def _log(self, what: str, error: Exception) -> None:
+    def _log(self, message: str, error: Exception) -> None:
         if isinstance(error, HeadraceError):
-            log.error("%s: %s", what, error.message)
+            log.error("%s: %s", message, error.message)
         else:
-            log.error("%s", what, exc_info=error)
+            log.error("%s", message, exc_info=error)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One batch, from its record to its result files, by the process that holds its lock.
+"""Run one batch, from its record to its result files. Only the process that holds the batch's lock does so.
 
     validating -> in_progress -> finalizing -> completed
     validating -> failed; in_progress -> failed, expired; validating, in_progress -> cancelling -> cancelled
 
-Each status is on the disk before the work of the next one begins, and all work may be done again: a process that finds the
-batch of a killed one goes on from its status, and from the lines in its ledger.
+Each status is stored before the work of the next one begins, and all work is idempotent: if a process is killed, another one
+continues its batch from the stored status and the lines in the ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headrace.net.http.exchange import Handler
 log = logging.getLogger("headrace.batch")
 
 _GRACE_SECONDS = 5.0
-"""How long lines in flight may take when the server stops: those that take longer are computed again."""
+"""Grace period of lines in flight when the server stops: longer ones are computed again after the restart."""
 _EXPIRED = UnfinishedLines("batch_expired", "the completion window of the batch ended before this request was computed")
 _CANCELLED = UnfinishedLines("batch_cancelled", "the batch was cancelled before this request was computed")
 _TOO_LARGE = UnfinishedLines("output_too_large", "the results of the batch were larger than the server allows")
@@ -70,16 +70,16 @@ class BatchRun:
         """The final status of a batch that ends early."""
 
     def wake(self) -> None:
-        """Read the record again soon: it may have changed."""
+        """Schedule another read of the record: it may have changed."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Begin no more lines; another run continues."""
+        """Start no more lines; a later run continues."""
         self._stopping = True
         self._wake.set()
 
     async def run(self, record: Record) -> None:
-        """Do what is left of a batch."""
+        """Do the remaining work of the batch."""
         if record["status"] == "validating":
             record = await self._validate(record)
         if record["status"] == "cancelling":
@@ -131,7 +131,7 @@ class BatchRun:
             await self._finish(record, "cancelled" if record["status"] == "cancelling" else "completed")
 
     async def _watch(self, record: Record, ledger: Ledger, runner: BatchRunner, client: LineClient) -> None:
-        """Write the progress down, and stop the runner when the batch has to end."""
+        """Store the progress, and stop the runner when the batch has to end."""
         while not runner.stopped:
             record = await asyncio.to_thread(self._write_progress, ledger)
             if record["status"] == "cancelling":
@@ -153,22 +153,24 @@ class BatchRun:
 
     async def _finish(self, record: Record, status: str) -> None:
         """Write the result files and the final status."""
-        left, total = _ENDS.get(status), record["counts"]["total"]
+        unfinished_error, total = _ENDS.get(status), record["counts"]["total"]
         if not total:  # it was cancelled before it was validated
             await asyncio.to_thread(self._write_end, status, {})
             return
-        # Opening repairs the ledger, if a killed process left it so.
+        # Opening the ledger removes a line that a killed process truncated.
         ledger = await asyncio.to_thread(self._open_ledger, record)
         await asyncio.to_thread(ledger.close)
         path = self._batches.results_path(self._id)
-        results = await asyncio.to_thread(write_result_files, self._files, record, path, self._input(record), left)
+        results = await asyncio.to_thread(
+            write_result_files, self._files, record, path, self._input(record), unfinished_error
+        )
         members: dict[str, Any] = {
             "output_file_id": results.output_id,
             "error_file_id": results.error_id,
             "usage": results.usage.to_json(),
         }
-        if status == "failed" and left is not None:
-            error = {"code": left.code, "message": left.message, "param": None, "line": None}
+        if status == "failed" and unfinished_error is not None:
+            error = {"code": unfinished_error.code, "message": unfinished_error.message, "param": None, "line": None}
             members["errors"] = {"object": "list", "data": [error]}
         await asyncio.to_thread(self._write_end, status, members, ledger)
 

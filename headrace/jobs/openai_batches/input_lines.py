@@ -17,19 +17,19 @@ from headrace.jobs.batch.sources import Item
 
 _BOM = b"\xef\xbb\xbf"
 _MOST_ERRORS = 100
-"""Errors that are reported; the first ones help."""
+"""Maximum number of reported errors."""
 _ID_CHARACTERS = 512
 _EXTRA_BYTES = 6
-"""What a line of the largest size may have in addition, a mark at the start of the file and the line's end, and one more."""
+"""Bytes of the longest line besides its content: a byte order mark, the line's end, and one to detect a longer line."""
 
 
 @dataclass(slots=True)
 class CheckedInput:
-    """What is known of an input after its validation."""
+    """The result of validating an input."""
 
     total: int = 0
     errors: list[dict[str, Any]] = field(default_factory=list)
-    """Each in OpenAI's form: code, message, param, line."""
+    """Errors in OpenAI's form: code, message, param, line."""
     models: set[str] = field(default_factory=set)
 
     def add_error(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute a line of a batch: the handler of its endpoint answers an exchange that has no connection.
 
-A line is sent again while the server has no room for it, or its model is being loaded.
+A line is retried while the server's queue is full or its model is being loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, RequestHead, Res
 
 _ATTEMPTS = 10
 _FIRST_WAIT_SECONDS, _MOST_WAIT_SECONDS = 1.0, 60.0
-"""Five minutes in all: a model may be replaced meanwhile."""
+"""Pauses between retries. Five minutes in total: a model may be replaced meanwhile."""
 _AGAIN = (429, 503)
 _RESPONSES = "/v1/responses"
 
@@ -51,12 +51,12 @@ class LineExchange(Exchange):
         return self.answered.done()
 
     def respond(self, head: ResponseHead, body: Body = b"", extra: Fields = ()) -> None:
-        """Keep the answer."""
+        """Store the response."""
         if not self.answered.done():
             self.answered.set_result((head.status, b"".join(buffer_list(body))))
 
     def cancel(self) -> None:
-        """Cancel the computation, as the disconnect of a client does."""
+        """Cancel the computation, like the disconnect of a client."""
         self.answered.cancel()
         on_disconnect, self.on_disconnect = self.on_disconnect, None
         if on_disconnect is not None:
@@ -79,7 +79,7 @@ class LineClient:
         self._open: set[LineExchange] = set()
 
     def stop(self) -> None:
-        """Do not send lines again that wait for that; those in the engine may finish."""
+        """Stop retrying lines; those in the engine may finish."""
         self._stopping.set()
 
     def cancel(self) -> None:

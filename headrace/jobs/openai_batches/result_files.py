@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result files of a batch, made from its ledger: the output, and the errors of the other lines.
 
-They are made again, under the same ids, if the process is killed on the way.
+If the process is killed meanwhile, they are written again under the same ids.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ class ResultFiles:
 
 
 def write_result_files(
-    files: FileStore, record: Record, ledger: Path, lines: InputLines, left: UnfinishedLines | None
+    files: FileStore, record: Record, ledger: Path, lines: InputLines, unfinished_error: UnfinishedLines | None
 ) -> ResultFiles:
-    """Write the files; one without lines is not made. `left`: the error of lines that are not in the ledger."""
+    """Write the files, except those without lines. `unfinished_error`: the error of lines that are not in the ledger."""
     results = ResultFiles()
     output, errors = files.begin(), files.begin()
     try:
         done = _copy_results(ledger, output, errors, results.usage)
-        if left is not None:
+        if unfinished_error is not None:
             for index, line in lines.entries():
                 if index not in done:
-                    _write(errors, secrets.token_hex(16), lines.id_of(line), None, left._asdict())
+                    _write(errors, secrets.token_hex(16), lines.id_of(line), None, unfinished_error._asdict())
         results.output_id = _keep(files, output, record, "output")
         results.error_id = _keep(files, errors, record, "error")
     finally:

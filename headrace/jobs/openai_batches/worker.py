@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs batches in one process of the server: those that no other process runs, a few at a time, oldest first."""
+"""The batch worker of one server process: runs batches that no other process runs, a few at a time, oldest first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("headrace.batch")
 _POLL_SECONDS = 1.0
 _SWEEP_SECONDS = 600.0
 _RETRY_SECONDS = 60.0
-"""After an error that is not of the batch: a full disk, for example."""
+"""Pause after an error that is not caused by the batch, such as a full disk."""
 
 
 class BatchWorker:
@@ -66,20 +66,20 @@ class BatchWorker:
         self._main = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
-        """Look for changes of batches now."""
+        """Poll the batches now."""
         self._wake.set()
         for run in self._runs.values():
             run.wake()
 
     def stop(self) -> None:
-        """Begin no more lines; those in flight may finish."""
+        """Start no more lines; those in flight may finish."""
         self._stopping = True
         self._wake.set()
         for run in self._runs.values():
             run.stop()
 
     async def close(self) -> None:
-        """Stop, and return when all that was computed is written."""
+        """Stop, and return when all results are written."""
         self.stop()
         main = [self._main] if self._main is not None else []
         await asyncio.gather(*main, *self._tasks.values(), return_exceptions=True)
@@ -99,17 +99,17 @@ class BatchWorker:
             except (HeadraceError, OSError) as error:
                 self._log_once(error)
             except Exception:
-                log.exception("cannot look for batches")
+                log.exception("cannot poll the batches")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._poll_seconds)
             self._wake.clear()
 
     def _log_once(self, error: HeadraceError | OSError) -> None:
-        """Log why there is no look for batches: a full disk and missing descriptors are the same at every poll."""
+        """Log why polling failed, once per reason: a full disk fails every poll alike."""
         text = str(error)
         if text != self._last_error:
             self._last_error = text
-            log.error("cannot look for batches: %s", text)
+            log.error("cannot poll the batches: %s", text)
 
     def _sweep(self) -> None:
         self._files.sweep()
@@ -163,7 +163,7 @@ class BatchWorker:
 
 
 def _run_class() -> type[BatchRun]:
-    # With the first batch: a server without batches need not wait for the import of all it takes.
+    # Imported with the first batch: a server without batches starts faster.
     from headrace.jobs.openai_batches.batch_run import BatchRun
 
     return BatchRun

@@ -60,12 +60,12 @@ class JobRows:
         self._lists: dict[tuple[str, ...], tuple[_ListState, JobPage]] = {}
         """Cached complete lists, by their filters."""
 
-    async def insert(self, job: Job, by: str) -> None:
+    async def insert(self, job: Job, actor: str) -> None:
         """Insert a job and its first event."""
 
         def work(connection: Connection) -> None:
             connection.execute(insert(jobs).values(dict(zip(_NAMES, job, strict=True))))
-            _insert_event(connection, job, by)
+            _insert_event(connection, job, actor)
 
         await self._database.write(work)
 
@@ -83,33 +83,33 @@ class JobRows:
     ) -> JobPage:
         """Return jobs, newest first; "" matches any value. An unchanged complete list is the same object."""
         filters = {"org": org, "experiment_id": experiment_id, "status": status, "action": action}
-        where = and_(*(jobs.c[name] == value for name, value in filters.items() if value))
-        query = select(jobs.c.id, jobs.c.version, jobs.c.created_on).where(where)
+        condition = and_(*(jobs.c[name] == value for name, value in filters.items() if value))
+        query = select(jobs.c.id, jobs.c.version, jobs.c.created_on).where(condition)
         query = query.order_by(jobs.c.created_on.desc(), jobs.c.id.desc()).offset(skip)
         if size is not None:
             query = query.limit(size)
 
         def work(connection: Connection) -> JobPage:
             if size is None and not skip:
-                return self._complete_list(connection, tuple(filters.values()), where, query)
-            page_jobs = self._jobs_of(connection, where, _tuples(connection, query))
+                return self._complete_list(connection, tuple(filters.values()), condition, query)
+            page_jobs = self._jobs_of(connection, condition, _tuples(connection, query))
             return JobPage(
-                page_jobs, connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one()
+                page_jobs, connection.execute(select(func.count()).select_from(jobs).where(condition)).scalar_one()
             )
 
         return await self._database.read(work)
 
     def _complete_list(
-        self, connection: Connection, filters: tuple[str, ...], where: ColumnElement[bool], query: Select[Any]
+        self, connection: Connection, filters: tuple[str, ...], condition: ColumnElement[bool], query: Select[Any]
     ) -> JobPage:
         """Return a complete list. One aggregate shows whether it changed: reading ten thousand rows takes twice as long."""
-        state = _list_state(connection, where)
+        state = _list_state(connection, condition)
         if (cached := self._lists.get(filters)) is not None and cached[0] == state:
             return cached[1]
-        listed = self._jobs_of(connection, where, _tuples(connection, query))
+        listed = self._jobs_of(connection, condition, _tuples(connection, query))
         page = JobPage(listed, len(listed))
         # Do not cache a list that changed between the two queries.
-        if len(listed) <= MAX_CACHED and _list_state(connection, where) == state:
+        if len(listed) <= MAX_CACHED and _list_state(connection, condition) == state:
             if len(self._lists) >= _MAX_CACHED_LISTS:
                 self._lists.clear()
             self._lists[filters] = state, page
@@ -145,10 +145,10 @@ class JobRows:
 
     async def unfinished(self, place: str, action: str = SERVICE) -> list[Job]:
         """Return the unfinished services, or other jobs, of a place."""
-        where = and_(jobs.c.place == place, jobs.c.action == action, jobs.c.status.not_in(sorted(FINAL)))
+        condition = and_(jobs.c.place == place, jobs.c.action == action, jobs.c.status.not_in(sorted(FINAL)))
 
         def work(connection: Connection) -> list[Job]:
-            return [Job._make(row) for row in connection.execute(select(jobs).where(where))]
+            return [Job._make(row) for row in connection.execute(select(jobs).where(condition))]
 
         return await self._database.read(work)
 
@@ -219,8 +219,8 @@ class JobRows:
         return await self._database.read(work)
 
 
-def _list_state(connection: Connection, where: ColumnElement[bool]) -> _ListState:
-    count, creation_times, versions = connection.execute(select(*_LIST_STATE).where(where)).one()
+def _list_state(connection: Connection, condition: ColumnElement[bool]) -> _ListState:
+    count, creation_times, versions = connection.execute(select(*_LIST_STATE).where(condition)).one()
     return count, creation_times, versions
 
 
@@ -259,9 +259,9 @@ def _apply(connection: Connection, job: Job, change: Change, now: float) -> Job:
     return new
 
 
-def _insert_event(connection: Connection, job: Job, by: str) -> None:
+def _insert_event(connection: Connection, job: Job, actor: str) -> None:
     values = {"job_id": job.id, "number": job.version, "time": job.last_modified, "status": job.status}
-    connection.execute(insert(events).values(**values, reason=job.reason, by_whom=by))
+    connection.execute(insert(events).values(**values, reason=job.reason, by_whom=actor))
 
 
 class LeaseRows:

@@ -48,10 +48,10 @@ class BrevDriver:
     async def preflight(self) -> list[Check]:
         """Check brev, its login, the instance and its docker."""
         settings = self._settings
-        there = shutil.which(settings.program) is not None
-        checks = [Check("brev", there, "is installed" if there else f"is not installed: {INSTALL}")]
+        installed = shutil.which(settings.program) is not None
+        checks = [Check("brev", installed, "is installed" if installed else f"is not installed: {INSTALL}")]
         checks.append(Check(TOKEN, True, "SET" if settings.token else "UNSET: not needed once brev is logged in"))
-        if not there:
+        if not installed:
             return checks
         try:
             instances = await self._cli.instances()
@@ -83,9 +83,9 @@ class BrevDriver:
         instance = self._instance_of(job_id, instances)
         if instance is None:
             return PlatformStatus("gone")
-        own = instance == remote_docker.own_instance(job_id)
+        is_own_instance = instance == remote_docker.own_instance(job_id)
         if instances[instance] != _RUNNING:
-            if own:
+            if is_own_instance:
                 return remote_docker.instance_status(instance, instances[instance])
             raise self._not_running(instance, instances[instance])
         listing = await self._list_containers(instance, job_id)
@@ -93,7 +93,7 @@ class BrevDriver:
             return listing.containers[job_id].observed
         if job_id in listing.cut_short:
             return remote_docker.never_started()
-        return remote_docker.instance_status(instance, _RUNNING) if own else PlatformStatus("gone")
+        return remote_docker.instance_status(instance, _RUNNING) if is_own_instance else PlatformStatus("gone")
 
     async def logs(self, handle: Handle, tail: int) -> str:
         """Return the last lines of the container's log."""
@@ -121,9 +121,9 @@ class BrevDriver:
         """Remove the container, or delete the service's own instance."""
         job_id = check_job_id(handle.job_id)
         instances = await self._cli.instances()
-        own = remote_docker.own_instance(job_id)
-        if own in instances:
-            await self._delete_instance(own)
+        own_instance = remote_docker.own_instance(job_id)
+        if own_instance in instances:
+            await self._delete_instance(own_instance)
         elif self._settings.instance_id in instances:
             instance = self._settings.instance_id
             if instances[instance] != _RUNNING:

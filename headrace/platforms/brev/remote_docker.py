@@ -32,10 +32,10 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 FORMAT = "{{.Name}} {{json .State}} {{json .NetworkSettings.Ports}}"
 
 START = f"""job=$1 nonce=$2 packed=$3; shift 3
-if ! told=$(docker create --name "$job" "$@" 2>&1); then
+if ! output=$(docker create --name "$job" "$@" 2>&1); then
   if [ "$(docker inspect --format '{{{{index .Config.Labels "{_START_LABEL}"}}}}' "$job" 2>/dev/null)" != "$nonce" ]; then
     if [ -n "$packed" ]; then rm -f -- "$HOME/$packed"; fi
-    printf '%s\\n' "$told" >&2
+    printf '%s\\n' "$output" >&2
     exit 1
   fi
 fi
@@ -45,9 +45,9 @@ if [ -n "$packed" ] && [ -f "$HOME/$packed" ]; then
   rm -f -- "$HOME/$packed"
   if [ "$copied" != 0 ]; then docker rm -f "$job" >/dev/null 2>&1; exit 2; fi
 fi
-if ! told=$(docker start "$job" 2>&1); then
+if ! output=$(docker start "$job" 2>&1); then
   docker rm -f "$job" >/dev/null 2>&1
-  printf '%s\\n' "$told" >&2
+  printf '%s\\n' "$output" >&2
   exit 3
 fi"""
 """Create a container, copy the secret variables in, start it. Exit code 1: not created. 2, 3: created, and removed again."""
@@ -83,8 +83,8 @@ LOGS = """if docker inspect "$1" >/dev/null 2>&1; then docker logs --tail "$2" "
 
 STOP = """if docker inspect "$1" >/dev/null 2>&1; then
   docker stop -t "$2" "$1" >/dev/null 2>&1
-  told=$(docker rm -f "$1" 2>&1)
-  if docker inspect "$1" >/dev/null 2>&1; then printf '%s\\n' "$told" >&2; exit 1; fi
+  output=$(docker rm -f "$1" 2>&1)
+  if docker inspect "$1" >/dev/null 2>&1; then printf '%s\\n' "$output" >&2; exit 1; fi
 fi
 rm -f -- "$HOME/.headrace-$1-"*"""
 
@@ -161,10 +161,10 @@ def create_args(spec: LaunchSpec, settings: BrevSettings, nonce: str, shell: str
         line = f'. "${VARIABLES}" || exit 1; rm -f "${VARIABLES}"; unset {VARIABLES}; {line}'
     for name, value in variables.items():
         args += ["-e", f"{name}={value}"]
-    chosen = settings.shell or shell or "/bin/bash"
+    shell_path = settings.shell or shell or "/bin/bash"
     if shell:
-        return [*args, "--entrypoint", chosen, container.image, "-c", line]
-    return [*args, container.image, chosen, "-c", line]
+        return [*args, "--entrypoint", shell_path, container.image, "-c", line]
+    return [*args, container.image, shell_path, "-c", line]
 
 
 def _mount(mount: Mount) -> str:

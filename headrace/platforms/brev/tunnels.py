@@ -62,8 +62,8 @@ class Tunnels:
             child.returncode = child.poll() or 0
         self._children.clear()
 
-    def _spawn(self, job_id: str, instance: str, remote: int, wanted: int) -> int:
-        local = wanted if is_port_free(LOOPBACK, wanted) else free_port()
+    def _spawn(self, job_id: str, instance: str, remote: int, port: int) -> int:
+        local = port if is_port_free(LOOPBACK, port) else free_port()
         log_path = self._folder / f"{job_id}.log"
         out = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:

@@ -71,11 +71,11 @@ class DockerCli:
             environment={**self._environment, **(environment or {})},
         )
 
-    async def must(self, what: str, *args: str, input: bytes = b"", seconds: float | None = None) -> str:
-        """Run it and return its output. Raises an error that starts with `what` if it fails."""
+    async def must(self, failure_text: str, *args: str, input: bytes = b"", seconds: float | None = None) -> str:
+        """Run it and return its output. Raises an error that starts with `failure_text` if it fails."""
         done = await self.run(*args, input=input, seconds=seconds)
         if done.code != 0:
-            raise engine_error(done, what)
+            raise engine_error(done, failure_text)
         return done.out.strip()
 
     async def inspect(self, kind: str, *names: str) -> list[dict[str, Any]]:
@@ -292,12 +292,12 @@ def is_name_conflict(done: Completed) -> bool:
 
 
 def lost_network(done: Completed) -> bool:
-    """Whether another process removed the network, or created it too, between two steps."""
+    """Whether another process removed or created the network between two steps."""
     return done.code != 0 and re.search(r"network \S+ (not found|is ambiguous)", done.err) is not None
 
 
-def engine_error(done: Completed, what: str) -> HeadraceError:
-    """Return the error for a failed command. `what`: "the container cannot be created", for example."""
+def engine_error(done: Completed, failure_text: str) -> HeadraceError:
+    """Return the error for a failed command. `failure_text`: "the container cannot be created", for example."""
     cause = error_line(done)
     if any(text in done.err for text in _NO_ENGINE):
         return Unavailable(f"no Docker engine answers: start it, or set DOCKER_HOST to where it is ({cause})")
@@ -306,19 +306,23 @@ def engine_error(done: Completed, what: str) -> HeadraceError:
             f"this user may not use the Docker engine: join the group docker, or set DOCKER_HOST to your own ({cause})"
         )
     if is_name_conflict(done):
-        return AlreadyExists(f"{what}: a container of this name was started before")
+        return AlreadyExists(f"{failure_text}: a container of this name was started before")
     if any(text in done.err for text in _PORT_TAKEN):
-        return ResourceExhausted(f"{what}: its port is taken; stop what listens there, or choose another ({cause})")
+        return ResourceExhausted(
+            f"{failure_text}: its port is taken; stop what listens there, or choose another ({cause})"
+        )
     if "could not select device driver" in done.err and "gpu" in done.err:
         return FailedPrecondition(
-            f"{what}: the engine has no GPU support; install the NVIDIA container toolkit on its machine, run "
+            f"{failure_text}: the engine has no GPU support; install the NVIDIA container toolkit on its machine, run "
             "`nvidia-ctk runtime configure --runtime=docker` and restart the engine, or do without: gpu_way=none"
         )
     if "unknown or invalid runtime name: nvidia" in done.err or "Unknown runtime specified nvidia" in done.err:
-        return FailedPrecondition(f"{what}: the engine has no runtime nvidia; install the NVIDIA container runtime")
+        return FailedPrecondition(
+            f"{failure_text}: the engine has no runtime nvidia; install the NVIDIA container runtime"
+        )
     if "no space left on device" in done.err:
-        return ResourceExhausted(f"{what}: the engine's disk is full; `docker system df` shows with what")
-    return FailedPrecondition(f"{what}: {cause}")
+        return ResourceExhausted(f"{failure_text}: the engine's disk is full; `docker system df` shows with what")
+    return FailedPrecondition(f"{failure_text}: {cause}")
 
 
 def pull_error(lines: list[str], image: str, registry: str, *, keyed: bool, user: str) -> HeadraceError:

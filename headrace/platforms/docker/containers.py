@@ -118,12 +118,12 @@ def gpu_args(count: int, ids: Sequence[str], *, tegra: bool) -> tuple[list[str],
     """Return the options and variables that give GPUs to a container."""
     if ids and len(ids) < count:
         raise ResourceExhausted(f"{count} GPUs are asked for and {len(ids)} may be given: name more, or ask for fewer")
-    chosen = list(ids[:count])
+    gpu_ids = list(ids[:count])
     if tegra:
-        visible = ",".join(chosen) or "all"
+        visible = ",".join(gpu_ids) or "all"
         return ["--runtime", "nvidia"], {"NVIDIA_DRIVER_CAPABILITIES": "all", "NVIDIA_VISIBLE_DEVICES": visible}
     # docker parses the value of the option as a line of CSV.
-    return ["--gpus", _csv(f"device={','.join(chosen)}") if chosen else str(count)], {}
+    return ["--gpus", _csv(f"device={','.join(gpu_ids)}") if gpu_ids else str(count)], {}
 
 
 def mount_args(mount: Mount, *, read_only: bool = True) -> list[str]:
@@ -149,8 +149,8 @@ def secrets_tar(variables: Mapping[str, str]) -> bytes:
     content = lines.encode("utf-8", "surrogateescape")
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        # Whichever user the image runs as must be able to read and remove them, and inside there is no other user. On the
-        # engine's machine they are in a folder that only root can read.
+        # The user of the image, whoever that is, must be able to read and remove them; the container has no other users. On
+        # the engine's machine they are in a folder that only root can read.
         folder = tarfile.TarInfo(SECRETS_FOLDER)
         folder.type, folder.mode = tarfile.DIRTYPE, 0o777
         tar.addfile(folder)

@@ -173,7 +173,7 @@ class DockerDriver:
         for _ in range(_NETWORK_TRIES):
             if not lost_network(done):
                 break
-            # Another process removed the network with its last service, or creates it too, at this very moment.
+            # Another process is removing the network with its last service, or creating it too.
             await asyncio.sleep(_POLL_SECONDS)
             await self._network.create()
             done = await self._docker.run("start", container_id)
@@ -229,7 +229,7 @@ class Network:
         self._name = name
         self._lock = asyncio.Lock()
         self._users = 0
-        """Starts of this process that have the network, and no container in it yet."""
+        """Number of starts in this process that use the network but have no container in it yet."""
 
     @contextlib.asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:

@@ -106,9 +106,9 @@ class ClusterClient:
 
     async def allowed(self, verb: str, group: str, resource: str) -> bool:
         """Whether the user has a permission in this namespace."""
-        wanted = {"group": group, "resource": resource, "verb": verb, "namespace": self._namespace}
+        attributes = {"group": group, "resource": resource, "verb": verb, "namespace": self._namespace}
         with self._call("checking permissions") as api:
-            review = await api.create(_ACCESS_REVIEWS, "", {"spec": {"resourceAttributes": wanted}})
+            review = await api.create(_ACCESS_REVIEWS, "", {"spec": {"resourceAttributes": attributes}})
             return get_mapping(review, "status").get("allowed") is True
 
     async def close(self) -> None:

@@ -277,9 +277,13 @@ def allocatable_gpus(node: Mapping[str, Any]) -> int:
 
 
 async def _check_permissions(cluster: ClusterClient, settings: KubernetesSettings) -> Check:
-    wanted = (_WORKLOADS[settings.workload], *_NEEDED)
-    granted = await gather_all(*(cluster.allowed(*permission) for permission in wanted))
-    missing = [f"{verb} {what}" for (verb, _, what), allowed in zip(wanted, granted, strict=True) if not allowed]
+    permissions = (_WORKLOADS[settings.workload], *_NEEDED)
+    granted = await gather_all(*(cluster.allowed(*permission) for permission in permissions))
+    missing = [
+        f"{verb} {resource_name}"
+        for (verb, _, resource_name), allowed in zip(permissions, granted, strict=True)
+        if not allowed
+    ]
     message = "all that is needed" if not missing else "grant these by a Role: " + ", ".join(missing)
     return Check("rights", not missing, message)
 

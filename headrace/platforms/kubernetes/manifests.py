@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import yaml
 
 from headrace.core.errors import InvalidArgument
 from headrace.platforms.contract import Container, LaunchSpec, Mount, check_job_id
@@ -90,11 +88,6 @@ def owner_of(created: Mapping[str, Any], kind: str, version: str) -> Manifest:
     }
 
 
-def to_yaml(manifests: Iterable[Manifest]) -> str:
-    """Return the objects as YAML for `kubectl apply -f`, without Secrets."""
-    return yaml.safe_dump_all([manifest for manifest in manifests if manifest["kind"] != "Secret"], sort_keys=True)
-
-
 def pod_spec(spec: LaunchSpec, settings: KubernetesSettings) -> Manifest:
     """Return the spec of a pod with one container and few privileges."""
     volumes, mounts = _volumes(_container(spec), settings)
@@ -133,9 +126,9 @@ def check_spec(spec: LaunchSpec) -> None:
             raise InvalidArgument(f"{key[:100]!a} is not a variable's name: use letters, digits and _, no digit first")
     for key, value in (*spec.environment.items(), *spec.secret_environment.items(), *spec.labels.items()):
         _check_text(f"{key!a}", value)
-    both = sorted(set(spec.environment) & set(spec.secret_environment))
-    if both:
-        raise InvalidArgument(f"{', '.join(both)}: given as a plain and as a secret variable; give it once")
+    duplicates = sorted(set(spec.environment) & set(spec.secret_environment))
+    if duplicates:
+        raise InvalidArgument(f"{', '.join(duplicates)}: given as a plain and as a secret variable; give it once")
     if spec.gpus < 0:
         raise InvalidArgument(f"{spec.gpus} GPUs cannot be given")
     job_annotations(spec.job_id, spec.labels)
@@ -258,13 +251,13 @@ def _escape(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _check_text(what: str, text: str) -> None:
+def _check_text(name: str, text: str) -> None:
     if "\0" in text:
-        raise InvalidArgument(f"{what[:100]} has a zero byte, which no program accepts")
+        raise InvalidArgument(f"{name[:100]} has a zero byte, which no program accepts")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{what[:100]} cannot be encoded as UTF-8") from None
+        raise InvalidArgument(f"{name[:100]} cannot be encoded as UTF-8") from None
 
 
 def _check_mount(mount: Mount) -> None:
@@ -308,10 +301,10 @@ def own_labels(job_id: str | None = None) -> dict[str, str | None]:
     return {MANAGED_BY: FIELD_MANAGER, JOB_LABEL: job_id}
 
 
-def object_labels(job_id: str, settings: KubernetesSettings, given: Mapping[str, str]) -> dict[str, str]:
+def object_labels(job_id: str, settings: KubernetesSettings, labels: Mapping[str, str]) -> dict[str, str]:
     """Return the labels of every object of a service; given labels with invalid values are left out."""
     name = workload_name(job_id, settings)
-    result = {key: value for key, value in given.items() if _LABEL_VALUE.fullmatch(value)}
+    result = {key: value for key, value in labels.items() if _LABEL_VALUE.fullmatch(value)}
     if settings.workload == "job":
         result |= {"tao-job": name, "tao-sdk-job-id": job_id}
     else:
@@ -320,12 +313,12 @@ def object_labels(job_id: str, settings: KubernetesSettings, given: Mapping[str,
     return {**result, MANAGED_BY: FIELD_MANAGER, JOB_LABEL: job_id}
 
 
-def job_annotations(job_id: str, given: Mapping[str, str]) -> dict[str, str]:
+def job_annotations(job_id: str, labels: Mapping[str, str]) -> dict[str, str]:
     """Return the job id and every given label as annotations, whose values may be any text."""
-    for key in given:
+    for key in labels:
         if not _LABEL_NAME.fullmatch(key):
             raise InvalidArgument(f"label {key!a}: its name may have letters, digits and -_. only, 63 at most")
-    return {JOB_ANNOTATION: job_id, **{f"headrace/{key}": value for key, value in given.items()}}
+    return {JOB_ANNOTATION: job_id, **{f"headrace/{key}": value for key, value in labels.items()}}
 
 
 def pod_selector(job_id: str, settings: KubernetesSettings) -> dict[str, str]:

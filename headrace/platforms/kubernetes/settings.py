@@ -98,6 +98,6 @@ def _check_pattern(name: str, text: str, pattern: re.Pattern[str]) -> None:
         raise InvalidArgument(f"{name} {text!a} is not valid: Kubernetes needs the form {pattern.pattern}")
 
 
-def _check_choice(name: str, text: str, known: tuple[str, ...]) -> None:
-    if text not in known:
-        raise InvalidArgument(f"{name} {text!a} is unknown: use one of {', '.join(known)}")
+def _check_choice(name: str, text: str, choices: tuple[str, ...]) -> None:
+    if text not in choices:
+        raise InvalidArgument(f"{name} {text!a} is unknown: use one of {', '.join(choices)}")

@@ -41,11 +41,11 @@ class ApiError(Exception):
 
 
 class Unreachable(Exception):
-    """No answer came, or none that an API server would give."""
+    """The API server did not answer, or the answer is not that of an API server."""
 
 
 class InvalidAnswer(Unreachable):
-    """An answer came that no API server would give."""
+    """The answer is not that of an API server."""
 
 
 class ApiClient:

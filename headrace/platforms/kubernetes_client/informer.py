@@ -87,7 +87,7 @@ class Informer:
                     started = time.monotonic()
                     version = await self._watch(version)
                     if time.monotonic() - started < 1:
-                        await asyncio.sleep(1)  # a server or proxy that ends watches at once
+                        await asyncio.sleep(1)  # back off if the server or a proxy ends watches at once
             except ApiError as error:
                 if error.code != 410:  # Gone: the version is too old, which is normal
                     log.warning("cannot watch %s: %s", self.served.resource.plural, error)
@@ -96,7 +96,7 @@ class Informer:
                 failures += 1
                 log.warning("cannot watch %s: the API server does not answer (%s)", self.served.resource.plural, error)
             except Exception:
-                # A bug of ours. Retrying is better than serving a stale copy silently.
+                # A bug in Headrace. Retrying is better than serving a stale copy silently.
                 failures += 1
                 log.exception("cannot watch %s", self.served.resource.plural)
             if failures:

@@ -45,19 +45,19 @@ class Kubeconfig:
         return get_str(self.cluster, "server")
 
 
-def read_kubeconfig(given: str = "", context: str = "") -> Kubeconfig:
+def read_kubeconfig(paths: str = "", context: str = "") -> Kubeconfig:
     """Return the server and the user of a context. Raises FailedPrecondition.
 
     Args:
-        given: Paths joined by ":", as kubectl takes them: the first that exists is used. "": in a pod its service
+        paths: Paths joined by ":", as kubectl takes them: the first that exists is used. "": in a pod its service
             account, else KUBECONFIG, else ~/.kube/config.
         context: "" for the current context.
     """
     try:
-        if not given and (_POD_FOLDER / "token").exists() and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if not paths and (_POD_FOLDER / "token").exists() and "KUBERNETES_SERVICE_HOST" in os.environ:
             config = _service_account()
         else:
-            path = _first_existing(given or os.environ.get("KUBECONFIG") or _DEFAULT_PATH)
+            path = _first_existing(paths or os.environ.get("KUBECONFIG") or _DEFAULT_PATH)
             config = _read_context(path, context)
     except FailedPrecondition:
         raise

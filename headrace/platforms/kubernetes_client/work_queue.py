@@ -14,7 +14,7 @@ FIRST_SECONDS, LONGEST_SECONDS = 0.5, 300.0
 
 
 class WorkQueue:
-    """Calls `process` for each key; it returns whether the key is done, or has to be retried."""
+    """Calls `process` for each key, which returns False if the key has to be retried."""
 
     def __init__(self, process: Callable[[Key], Awaitable[bool]], workers: int = 4) -> None:
         self._process = process

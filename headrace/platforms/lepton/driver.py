@@ -134,12 +134,12 @@ class LeptonDriver:
     async def list_services(self) -> dict[str, PlatformStatus]:
         """Return the status of all deployments and interrupted starts."""
         listed = (await self._api.get("/deployments")).body
-        own: dict[str, Mapping[str, Any]] = {}
+        deployments_by_job: dict[str, Mapping[str, Any]] = {}
         for deployment in listed if isinstance(listed, list) else ():
             job_id = job_of_deployment(deployments.given_name(deployment))
             if job_id is not None:
-                own[job_id] = deployment
-        statuses = {job_id: await self._observed(deployment) for job_id, deployment in own.items()}
+                deployments_by_job[job_id] = deployment
+        statuses = {job_id: await self._observed(deployment) for job_id, deployment in deployments_by_job.items()}
         return {job_id: deployments.never_started() for job_id in await self._secrets()} | statuses
 
     async def close(self) -> None:
@@ -177,9 +177,9 @@ class LeptonDriver:
             await self._api.delete(f"/usersecrets/{name}", 404)
 
     async def _pull_secret(self) -> Check:
-        wanted = self._settings.image_pull_secret
+        name = self._settings.image_pull_secret
         listed = (await self._api.get("/imagepullsecrets")).body
         names = {deployments.deployment_id(item) for item in listed or () if isinstance(item, Mapping)}
         names |= {deployments.given_name(item) for item in listed or () if isinstance(item, Mapping)}
-        message = "exists" if wanted in names else "is not in the workspace: create it under Settings, Registries"
-        return Check("image pull secret", wanted in names, f"{wanted} {message}")
+        message = "exists" if name in names else "is not in the workspace: create it under Settings, Registries"
+        return Check("image pull secret", name in names, f"{name} {message}")

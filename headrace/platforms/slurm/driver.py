@@ -113,8 +113,10 @@ class SlurmDriver:
         if not self._login.is_remote:
             return f"http://{bracketed}:{port}"
         args = self._login.ssh_args(await self._login.host())
-        wanted = record.meta.get("host_port")
-        tunnel = await self._tunnels.ensure(handle.job_id, args, f"{bracketed}:{port}", wanted, self._login.environment)
+        local_port = record.meta.get("host_port")
+        tunnel = await self._tunnels.ensure(
+            handle.job_id, args, f"{bracketed}:{port}", local_port, self._login.environment
+        )
         return f"http://{LOOPBACK}:{tunnel.port}"
 
     async def stop(self, handle: Handle, grace_seconds: float) -> None:

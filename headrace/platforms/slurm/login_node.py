@@ -135,8 +135,8 @@ class LoginNodes:
         return await self._run_clean([*self.ssh_args(host, control=shared), "/bin/sh -s"], seconds, text.encode())
 
     async def _run_clean(self, argv: Sequence[str], seconds: float, text: bytes) -> Completed:
-        kept = (f"{name}={value}" for name, value in self.environment.items())
-        completed = await run_command(["env", "-i", *kept, *argv], seconds=seconds, input=text)
+        variables = (f"{name}={value}" for name, value in self.environment.items())
+        completed = await run_command(["env", "-i", *variables, *argv], seconds=seconds, input=text)
         if completed.code == 127 and argv[0] == "ssh":
             raise FailedPrecondition("the program 'ssh' is not installed here, or not on the PATH")
         return completed
@@ -203,8 +203,8 @@ class LoginNodes:
 
 def cluster_location(settings: SlurmSettings) -> str:
     """Return the place of a driver: the cluster, the user and the folder."""
-    where = ",".join(settings.hosts) or socket.gethostname()
-    return f"slurm:{where}:{settings.user}:{settings.folder}"
+    hosts = ",".join(settings.hosts) or socket.gethostname()
+    return f"slurm:{hosts}:{settings.user}:{settings.folder}"
 
 
 def ssh_error(host: str, completed: Completed) -> HeadraceError:
@@ -246,8 +246,8 @@ cd -- "$base/$job" || exit {NO_FOLDER}
 queued=$(squeue -h --user="$(id -un)" --name="$job" -o %i) || withdraw {NO_ANSWER}
 [ -z "$queued" ] || withdraw {EXISTS}
 # An sbatch that finds the queue full tries again for minutes.
-if ! told=$(timeout 20 sbatch "$@" script 2>&1 >number.new); then
-  printf '%s\\n' "$told" >&2
+if ! output=$(timeout 20 sbatch "$@" script 2>&1 >number.new); then
+  printf '%s\\n' "$output" >&2
   scancel --user="$(id -un)" --name="$job" 2>/dev/null
   withdraw {REFUSED}
 fi

@@ -42,7 +42,7 @@ class JobRecord:
 
     @property
     def is_active(self) -> bool:
-        """Whether Slurm will run it, runs it, or still cleans it up."""
+        """Whether it is pending, running or being cleaned up."""
         return self.row is not None and self.row.state not in ENDED_STATES
 
     @property
@@ -114,14 +114,14 @@ def parse_checks(output: str, settings: SlurmSettings, folder: str) -> list[Chec
     lines = output.splitlines()
     tools = {line[5:] for line in lines if line.startswith("tool ")}
     missing = [name for name in _TOOLS if name not in tools]
-    where = "on the login node" if settings.hosts else "on this machine"
+    location = "on the login node" if settings.hosts else "on this machine"
     checks = [
         Check(
             "slurm",
             not missing,
-            f"{', '.join(missing)} is not on the PATH {where}: install Slurm's client tools or set `tools`"
+            f"{', '.join(missing)} is not on the PATH {location}: install Slurm's client tools or set `tools`"
             if missing
-            else f"sbatch and the other tools are {where}",
+            else f"sbatch and the other tools are {location}",
         ),
         Check("controller", "sinfo" in lines, "answers" if "sinfo" in lines else "sinfo fails: check the cluster"),
         _partition(lines, settings),
@@ -129,37 +129,43 @@ def parse_checks(output: str, settings: SlurmSettings, folder: str) -> list[Chec
         Check(
             "folder",
             "folder" in lines,
-            folder + (" is writable" if "folder" in lines else f" cannot be created {where}: set another `folder`"),
+            folder + (" is writable" if "folder" in lines else f" cannot be created {location}: set another `folder`"),
         ),
     ]
     if settings.mode == "pyxis":
-        there = "pyxis" in tools
-        message = "srun has --container-image" if there else "srun has no --container-image: install Pyxis and Enroot"
-        checks.append(Check("pyxis", there, message + ("" if there else ", or use mode apptainer or bare")))
+        has_pyxis = "pyxis" in tools
+        message = (
+            "srun has --container-image" if has_pyxis else "srun has no --container-image: install Pyxis and Enroot"
+        )
+        checks.append(Check("pyxis", has_pyxis, message + ("" if has_pyxis else ", or use mode apptainer or bare")))
         has = "credentials" in tools
         text = (
             "~/.config/enroot/.credentials is there" if has else "no ~/.config/enroot/.credentials: public images only"
         )
         checks.append(Check("enroot", True, text))
     elif settings.mode == "apptainer":
-        there = "apptainer" in tools
-        checks.append(Check("apptainer", there, "is installed" if there else f"is not on the PATH {where}: install it"))
+        has_pyxis = "apptainer" in tools
+        checks.append(
+            Check("apptainer", has_pyxis, "is installed" if has_pyxis else f"is not on the PATH {location}: install it")
+        )
     return checks
 
 
 def _partition(lines: list[str], settings: SlurmSettings) -> Check:
-    known = {
+    partitions = {
         name: rest for name, _, rest in (line[10:].partition("|") for line in lines if line.startswith("partition "))
     }
-    offer = f"the cluster has {', '.join(sorted(known))}" if known else "`sinfo` lists them"
+    partitions_text = f"the cluster has {', '.join(sorted(partitions))}" if partitions else "`sinfo` lists them"
     if not settings.partition:
-        return Check("partition", False, f"SLURM_PARTITION is not set: {offer}")
+        return Check("partition", False, f"SLURM_PARTITION is not set: {partitions_text}")
     for name in settings.partition.split(","):
-        if name not in known:
-            return Check("partition", False, f"SLURM_PARTITION: there is no {name}; {offer}")
-        if not known[name].startswith("up|"):
+        if name not in partitions:
+            return Check("partition", False, f"SLURM_PARTITION: there is no {name}; {partitions_text}")
+        if not partitions[name].startswith("up|"):
             return Check("partition", False, f"SLURM_PARTITION: {name} is down")
-    limits = ", ".join(f"{name} (at most {known[name].partition('|')[2]})" for name in settings.partition.split(","))
+    limits = ", ".join(
+        f"{name} (at most {partitions[name].partition('|')[2]})" for name in settings.partition.split(",")
+    )
     return Check("partition", True, limits)
 
 

@@ -45,7 +45,7 @@ class Tunnels:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        """Tunnels that this very process started, and has to reap."""
+        """Tunnels whose ssh is a child of this process, which has to reap it."""
 
     def find(self, job_id: str) -> Tunnel | None:
         """Return the tunnel of a job, if it is alive."""
@@ -65,16 +65,16 @@ class Tunnels:
             tunnel = _find_process(record) if record else None
             if tunnel is not None:
                 return tunnel
-            wanted = port or (int(record["port"]) if record else 0)
-            if not wanted or (port is None and not is_port_free(LOOPBACK, wanted)):
-                wanted = free_port()
-            if not is_port_free(LOOPBACK, wanted):
+            local_port = port or (int(record["port"]) if record else 0)
+            if not local_port or (port is None and not is_port_free(LOOPBACK, local_port)):
+                local_port = free_port()
+            if not is_port_free(LOOPBACK, local_port):
                 raise FailedPrecondition(
-                    f"port {wanted} of this machine, for the tunnel of {job_id}, is taken: free it"
+                    f"port {local_port} of this machine, for the tunnel of {job_id}, is taken: free it"
                 )
             *options, dashes, host = ssh
-            forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", f"{LOOPBACK}:{wanted}:{target}"]
-            return await self._open(job_id, [*options, *forward, dashes, host], wanted, environment)
+            forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", f"{LOOPBACK}:{local_port}:{target}"]
+            return await self._open(job_id, [*options, *forward, dashes, host], local_port, environment)
 
     async def stop(self, job_id: str) -> None:
         """Stop the job's tunnel and remove its record. Succeeds if there is none."""
@@ -130,7 +130,7 @@ class Tunnels:
 
 
 def _find_process(record: Mapping[str, Any]) -> Tunnel | None:
-    """Return the very process of a record, if it is alive."""
+    """Return the process of a record, if it is alive."""
     if record.get("boot") != boot_id():
         return None
     argv, port = list(record["words"]), int(record["port"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 ValueType = Literal["str", "int", "float", "bool", "rows", "tree"]
-"""rows: a list of mappings with `fields`. tree: a mapping that the settings it belongs to check."""
+"""rows: a list of mappings with `fields`. tree: a mapping that is validated by its user."""
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 

@@ -108,8 +108,8 @@ class OptionValues:
     def error(self, key: str, text: str) -> InvalidArgument:
         """Return an error about a value, which names its origin."""
         origin = self.settings[key].origin
-        where = origin.name if origin.kind in ("flag", "env") else f"{origin}: {key}"
-        return InvalidArgument(f"{where}: {text}")
+        location = origin.name if origin.kind in ("flag", "env") else f"{origin}: {key}"
+        return InvalidArgument(f"{location}: {text}")
 
     # In this order, with `str` last: each method hides the type of its name from the annotations below it.
 
@@ -182,14 +182,14 @@ def _find_conflicts(values: OptionValues) -> list[Problem]:
 
     def add(key: str, text: str) -> None:
         origin = values.settings[key].origin
-        where = {"file": origin.name, "env": ENVIRONMENT, "flag": "command line"}.get(origin.kind, "configuration")
+        location = {"file": origin.name, "env": ENVIRONMENT, "flag": "command line"}.get(origin.kind, "configuration")
         field = key if origin.kind in ("file", "default") else origin.name
-        problems.append(Problem(where, origin.line or None, field, text))
+        problems.append(Problem(location, origin.line or None, field, text))
 
     checks, rate = "safeguards.input_validation", "safeguards.rate_limit"
-    least, most = values.get(f"{checks}.min"), values.get(f"{checks}.max")
-    if least is not None and most is not None and least > most:
-        add(f"{checks}.max", f"is {most:g}, and min is {least:g}: no number would be taken")
+    minimum, maximum = values.get(f"{checks}.min"), values.get(f"{checks}.max")
+    if minimum is not None and maximum is not None and minimum > maximum:
+        add(f"{checks}.max", f"is {maximum:g}, and min is {minimum:g}: no number would be taken")
     keys_file = values.str("safeguards.api_keys_file")
     if keys_file and not Path(keys_file).is_file():
         add("safeguards.api_keys_file", f"there is no file {keys_file[:200]!a}: name one, or make it")

@@ -92,9 +92,9 @@ def access_settings(values: OptionValues) -> AccessSettings:
 
 
 def _concurrency(values: OptionValues) -> Concurrency:
-    most = values.int("safeguards.concurrency.max_in_flight")
+    maximum = values.int("safeguards.concurrency.max_in_flight")
     # Only if requests are counted: otherwise a timeout, which every server has, would make every server count.
-    return Concurrency(most, values.float("performance.inference_timeout_s") if most else 0.0)
+    return Concurrency(maximum, values.float("performance.inference_timeout_s") if maximum else 0.0)
 
 
 def traffic_settings(values: OptionValues) -> TrafficSettings:
@@ -114,8 +114,8 @@ def _limits(values: OptionValues) -> tuple[RateLimit, ...]:
     more = tuple(RateLimit(row["requests"], row["seconds"], row["by"], row["burst"]) for row in rows)
     if not per_minute:
         return more
-    by, burst = values.get(f"{_RATE}.by"), values.int(f"{_RATE}.burst")
-    return (RateLimit(per_minute, 60.0, by, burst), *more)
+    subject, burst = values.get(f"{_RATE}.by"), values.int(f"{_RATE}.burst")
+    return (RateLimit(per_minute, 60.0, subject, burst), *more)
 
 
 Download = Callable[[HubLocation], Path]

@@ -51,9 +51,9 @@ def parse_scalar(option: Option, text: str) -> Any:
         raise TypeMismatch(f"takes {option.takes}, not '{shown(text)}'")
     if option.choices:
         if text.lower() not in option.choices:
-            near = nearest(text, option.choices)
+            closest = nearest(text, option.choices)
             raise TypeMismatch(
-                f"takes {option.takes}, not '{shown(text)}'" + (f"; did you mean {near}?" if near else "")
+                f"takes {option.takes}, not '{shown(text)}'" + (f"; did you mean {closest}?" if closest else "")
             )
         return text.lower()
     return text
@@ -149,8 +149,8 @@ def _parse_rows(option: Option, node: Node, key: str, report: Report) -> tuple[d
         for entry in item.entries:
             field = fields.get(entry.name)
             if field is None:
-                near = nearest(entry.name, fields)
-                advice = f"did you mean {near}?" if near else f"there are {', '.join(fields)}"
+                closest = nearest(entry.name, fields)
+                advice = f"did you mean {closest}?" if closest else f"there are {', '.join(fields)}"
                 report(entry.line, f"{row_key}.{shown(entry.name)}", f"is not known: {advice}")
             elif entry.name in seen:
                 report(entry.line, f"{row_key}.{entry.name}", "is there twice; remove one")
@@ -223,7 +223,7 @@ class EnvironmentValues:
 
 
 def read_environment(environment: Mapping[str, str]) -> EnvironmentValues:
-    """Read the environment. An unknown variable may belong to another program: it is a warning, not a mistake."""
+    """Read the environment. An unknown variable may belong to another program, so it is a warning and not an error."""
     result = EnvironmentValues()
     known = {variable: option for option in KEYS.values() for variable in option.variables}
     for variable, text in sorted(environment.items()):
@@ -248,8 +248,8 @@ def read_environment(environment: Mapping[str, str]) -> EnvironmentValues:
 
 def _unknown_variable(variable: str, known: list[str]) -> str:
     # Without the common prefix, which would make any two look alike.
-    near = nearest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in (*known, CONFIG_VARIABLE)])
-    advice = f"did you mean {PREFIX}{near}?" if near else "'headrace config show' lists what can be set"
+    closest = nearest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in (*known, CONFIG_VARIABLE)])
+    advice = f"did you mean {PREFIX}{closest}?" if closest else "'headrace config show' lists what can be set"
     return f"the environment's {shown(ascii(variable)[1:-1])} is not known: {advice}"
 
 

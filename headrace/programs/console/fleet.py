@@ -130,15 +130,15 @@ class FleetConsole:
     def add_to(self, routes: Routes) -> None:
         """Add the routes."""
         self._pages.add_to(routes)
-        one = f"{API}/services/{{namespace}}/{{name}}"
+        service_path = f"{API}/services/{{namespace}}/{{name}}"
         table: list[tuple[str, str, Callable[[Exchange], Any]]] = [
             ("GET", f"{API}/services", self.services),
             ("GET", f"{API}/events", self.events),
-            ("GET", f"{one}/logs", self.logs),
-            ("POST", f"{one}/scale", self.scale),
-            ("POST", f"{one}/rollout", self.rollout),
-            ("GET", one, self.service),
-            ("DELETE", one, self.delete),
+            ("GET", f"{service_path}/logs", self.logs),
+            ("POST", f"{service_path}/scale", self.scale),
+            ("POST", f"{service_path}/rollout", self.rollout),
+            ("GET", service_path, self.service),
+            ("DELETE", service_path, self.delete),
         ]
         for method, path, handler in table:
             routes.add(method, path, self._with_key_check(handler))
@@ -174,8 +174,8 @@ class FleetConsole:
         return self._detail(self._service(exchange))
 
     async def _detail(self, live: Document) -> Document:
-        where = {"namespace": namespace_of(live), "name": name_of(live)}
-        metrics: dict[str, Document] = await self._control.call("replica_metrics", where)
+        reference = {"namespace": namespace_of(live), "name": name_of(live)}
+        metrics: dict[str, Document] = await self._control.call("replica_metrics", reference)
         return detail(live, self._pods(live), newest(self._events_of(live), _EVENTS), metrics)
 
     async def logs(self, exchange: Exchange) -> Document:
@@ -196,9 +196,9 @@ class FleetConsole:
     def scale(self, exchange: Exchange) -> Document:
         """Scale a component."""
         live, body = self._service(exchange), _document(exchange)
-        where = {"namespace": namespace_of(live), "name": name_of(live)}
+        reference = {"namespace": namespace_of(live), "name": name_of(live)}
         scaled: Document = self._control.call(
-            "scale", {**where, "component": body.get("component"), "replicas": body.get("replicas")}
+            "scale", {**reference, "component": body.get("component"), "replicas": body.get("replicas")}
         )
         return scaled
 
@@ -211,9 +211,9 @@ class FleetConsole:
         if body.get("generation") != get_int(live, "metadata", "generation"):
             raise FailedPrecondition(f"{name_of(live)} was changed meanwhile: reload it and try again")
         component = body.get("component")
-        where = {"kind": SERVICE, "namespace": namespace_of(live), "name": name_of(live)}
+        reference = {"kind": SERVICE, "namespace": namespace_of(live), "name": name_of(live)}
         patch = change(live, component if isinstance(component, str) else "")
-        return row(self._control.call("patch", {**where, "change": patch}))
+        return row(self._control.call("patch", {**reference, "change": patch}))
 
     def delete(self, exchange: Exchange) -> Document:
         """Delete a service; it stays in the list until everything has stopped."""

@@ -28,7 +28,7 @@ LANGUAGE_BOUNDS_MS = {
 }
 """Buckets of the time to the first token and of the inter-token latency."""
 TOTAL = ""
-"""The name of the whole server."""
+"""Key of the series of the whole server."""
 
 
 class History:
@@ -56,52 +56,52 @@ class History:
         seconds = now - then
         points = {TOTAL: point(total_before, total, seconds, self._bounds_ms) | machine}
         for name, numbers in models.items():
-            made = point(models_before.get(name, {}), numbers, seconds, self._bounds_ms)
-            active = bool(made["requests"] or made["failures"] or made["in_flight"])
+            new_point = point(models_before.get(name, {}), numbers, seconds, self._bounds_ms)
+            active = bool(new_point["requests"] or new_point["failures"] or new_point["in_flight"])
             if active:
                 self._used[name] = self._count
             if active or name in self._series:
-                points[name] = made
-        place = self._count % self._size
-        self._times[place] = now
+                points[name] = new_point
+        index = self._count % self._size
+        self._times[index] = now
         for name, series in self._series.items():
             for column in series.values():
-                column[place] = math.nan
+                column[index] = math.nan
             if name not in points:
                 self.latest.pop(name, None)
-        for name, made in points.items():
-            self._write(name, made, place)
+        for name, new_point in points.items():
+            self._write(name, new_point, index)
         self._count += 1
         for name in [name for name, last in self._used.items() if self._count - last > self._size]:
             del self._used[name]
             self._series.pop(name, None)
             self.latest.pop(name, None)
 
-    def _write(self, name: str, made: Point, place: int) -> None:
+    def _write(self, name: str, point: Point, index: int) -> None:
         if name not in self._series and len(self._series) > _MAX_MODELS:
             return
         series = self._series.setdefault(name, {})
-        self.latest[name] = made
-        for column, value in made.items():
+        self.latest[name] = point
+        for column, value in point.items():
             if value is None:
                 continue
             if column not in series:
                 series[column] = array("f", [math.nan]) * self._size
-            series[column][place] = value
+            series[column][index] = value
 
     def document(self, name: str = TOTAL, seconds: float = math.inf, since: float = 0.0) -> Numbers:
         """Return the points of one model, or of the server: those of the last `seconds`, and after `since`."""
-        kept = min(self._count, self._size)
-        places = [number % self._size for number in range(self._count - kept, self._count)]
+        size = min(self._count, self._size)
+        places = [number % self._size for number in range(self._count - size, self._count)]
         newest = self._times[places[-1]] if places else 0.0
         after = max(since, newest - seconds)
-        places = [place for place in places if self._times[place] > after]
+        places = [index for index in places if self._times[index] > after]
         return {
             "seconds": self.seconds,
             "interval_seconds": INTERVAL_SECONDS,
-            "time": [round(self._times[place], 2) for place in places],
+            "time": [round(self._times[index], 2) for index in places],
             "series": {
-                column: [_rounded(values[place]) for place in places]
+                column: [_rounded(values[index]) for index in places]
                 for column, values in self._series.get(name, {}).items()
             },
         }
@@ -161,18 +161,18 @@ def _language_point(before: Numbers, now: Numbers, seconds: float) -> Point:
 
 
 def _less(now: Iterable[float], before: Sequence[float]) -> list[float]:
-    return [max(0, value - (before[place] if place < len(before) else 0)) for place, value in enumerate(now)]
+    return [max(0, value - (before[index] if index < len(before) else 0)) for index, value in enumerate(now)]
 
 
 def percentile(counts: Sequence[float], bounds: Sequence[float], share: float) -> float | None:
     """Return a percentile from the counts of buckets, interpolated within the bucket; None without observations."""
-    left = share * sum(counts)
-    if not left:
+    rank = share * sum(counts)
+    if not rank:
         return None
-    for place, count in enumerate(counts):
-        if count and left <= count:
-            low = bounds[place - 1] if place else 0.0
-            high = bounds[place] if place < len(bounds) else low
-            return low + (high - low) * left / count
-        left -= count
+    for index, count in enumerate(counts):
+        if count and rank <= count:
+            low = bounds[index - 1] if index else 0.0
+            high = bounds[index] if index < len(bounds) else low
+            return low + (high - low) * rank / count
+        rank -= count
     return bounds[-1]

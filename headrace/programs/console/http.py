@@ -31,7 +31,7 @@ from headrace.programs.console.request_timelines import RequestWatcher, parse_wa
 
 log = logging.getLogger("headrace.console")
 Gather = Callable[[], Awaitable[None]]
-"""Asks the other workers for their numbers."""
+"""Gathers the numbers of the other workers."""
 
 _TAG = "Console"
 _PAGE = {"text/html": {"schema": {"type": "string"}}}
@@ -207,7 +207,7 @@ _FOUND = ResponseHead(302, [(b"location", b"console"), (b"vary", b"accept"), *_S
 
 
 def _to_console(exchange: Exchange) -> None:
-    """A browser wants a page; a program that asks for `/` has the wrong address."""
+    """Redirect browsers from `/` to the console; return 404 to programs, which have the wrong address."""
     if b"text/html" not in (exchange.head.get(b"accept") or b""):
         raise NotFound("Not Found: the console is at /console, and GET /openapi.json lists the paths of this server")
     exchange.respond(_FOUND)
@@ -332,11 +332,11 @@ class Console:
         exchange.respond(_LIVE_HEAD, orjson.dumps(self._requests()))
 
     def _requests(self) -> Numbers:
-        own = self.timelines()
-        documents = [own, *self._others_requests()]
+        own_requests = self.timelines()
+        documents = [own_requests, *self._others_requests()]
         recent = [document["recent"] for document in documents if "recent" in document]
         return {
-            "watching": own["watching"],
+            "watching": own_requests["watching"],
             "requests": _newest_first([document["requests"] for document in documents]),
             "recent": _newest_first([requests["answered"] for requests in recent])[:_SHOWN],
             "failed": _newest_first([requests["failed"] for requests in recent])[:_SHOWN],

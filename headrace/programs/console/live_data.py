@@ -113,7 +113,7 @@ class Live:
         return None if before is None else 100 * max(0.0, cpu_seconds - before[1]) / max(0.001, now - before[0])
 
     def _sleep(self, entry: IndexEntry) -> dict[str, bool]:
-        """Return whether a version sleeps; {} for one that cannot."""
+        """Return the sleep state of a version; {} if it does not support sleeping."""
         report = self._plane.sleep_reports(entry.name).get(entry.version)
         return {} if report is None else {"asleep": report.state != "awake"}
 
@@ -168,23 +168,23 @@ class Live:
 
     def _language(self) -> dict[tuple[str, ...], Numbers]:
         """Return the metrics of language models, by model and version."""
-        found: dict[tuple[str, ...], Numbers] = {}
+        numbers_by_version: dict[tuple[str, ...], Numbers] = {}
         for family in self._registry.families:
-            where = _LANGUAGE.get(family.name)
-            if where is None or not isinstance(family, Family):
+            metric = _LANGUAGE.get(family.name)
+            if metric is None or not isinstance(family, Family):
                 continue
-            name, place = where
+            name, index = metric
             for labels, series in family.collect():
-                numbers = found.setdefault(labels, _no_language())
+                numbers = numbers_by_version.setdefault(labels, _no_language())
                 if isinstance(series, Histogram):
                     numbers[name] = list(series.counts)
-                elif isinstance(series, Counter | Gauge) and place is not None:
-                    numbers[name][place] = series.value
+                elif isinstance(series, Counter | Gauge) and index is not None:
+                    numbers[name][index] = series.value
                     if name == "kv":
                         numbers["kv"][1] = 1
                 elif isinstance(series, Counter | Gauge):
                     numbers[name] = series.value
-        return found
+        return numbers_by_version
 
 
 def _state(entry: IndexEntry, residency: Residency | None) -> dict[str, Any]:
@@ -298,5 +298,5 @@ def add_counts(first: Any, second: Any) -> Any:
     if isinstance(first, dict):
         return {name: add_counts(first.get(name), second.get(name)) for name in first.keys() | second.keys()}
     if isinstance(first, list):
-        return [add_counts(one, other) for one, other in zip(first, second, strict=True)]
+        return [add_counts(left, right) for left, right in zip(first, second, strict=True)]
     return first + second

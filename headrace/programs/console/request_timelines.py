@@ -141,8 +141,8 @@ class RequestWatcher:
 
 def _newest(requests: list[tuple[int, Any]]) -> dict[str, Any]:
     requests.sort(key=lambda request: request[0])
-    own = os.getpid()
-    return {f"{own}/{arrived_ns}/{place}": request for place, (arrived_ns, request) in enumerate(requests[-_RECENT:])}
+    pid = os.getpid()
+    return {f"{pid}/{arrived_ns}/{index}": request for index, (arrived_ns, request) in enumerate(requests[-_RECENT:])}
 
 
 def parse_watch_request(body: bytes) -> WatchRequest:

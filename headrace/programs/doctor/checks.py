@@ -63,7 +63,7 @@ def list_checks(options: DoctorOptions) -> dict[str, Check]:
     if options.platforms:
         del checks["platforms"]
     for platform in options.platforms:
-        checks[platform] = lambda name=platform: platforms.check_platform(name, environ, named=True)  # type: ignore[misc]
+        checks[platform] = lambda name=platform: platforms.check_platform(name, environ, is_named=True)  # type: ignore[misc]
     return checks
 
 

@@ -81,11 +81,11 @@ def check_disk_space(
     """Check free space and inodes, once for each disk."""
     devices: set[int] = set()
     for folder in (repository, cache_folder(environ), state_folder(environ), Path(tempfile.gettempdir())):
-        place = _existing(folder) if folder is not None else None
-        if place is None or place.stat().st_dev in devices:
+        existing = _existing(folder) if folder is not None else None
+        if existing is None or existing.stat().st_dev in devices:
             continue
-        devices.add(place.stat().st_dev)
-        yield _disk_space(place)
+        devices.add(existing.stat().st_dev)
+        yield _disk_space(existing)
     if not shm.is_dir():
         yield warning(
             "shared memory",
@@ -104,11 +104,11 @@ def check_disk_space(
         )
 
 
-def _disk_space(place: Path) -> Finding:
-    disk = os.statvfs(place)
+def _disk_space(folder: Path) -> Finding:
+    disk = os.statvfs(folder)
     free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-    name, message = f"disk of {place}", f"{size(free)} of {size(total)} are free"
-    fix = f"du -xh {shlex.quote(str(place))} 2>/dev/null | sort -rh | head"
+    name, message = f"disk of {folder}", f"{size(free)} of {size(total)} are free"
+    fix = f"du -xh {shlex.quote(str(folder))} 2>/dev/null | sort -rh | head"
     if disk.f_files and not disk.f_favail:
         return problem(name, f"{message}, but no more files can be created (no free inodes)", "df -i")
     if free < _LEAST:
@@ -117,19 +117,19 @@ def _disk_space(place: Path) -> Finding:
 
 
 def _writable(name: str, folder: Path) -> Finding:
-    place = _existing(folder)
-    if place != folder:
-        is_creatable = os.access(place, os.W_OK | os.X_OK) and place.is_dir()
+    existing = _existing(folder)
+    if existing != folder:
+        is_creatable = os.access(existing, os.W_OK | os.X_OK) and existing.is_dir()
         if is_creatable:
             return ok(name, f"{folder} is created when it is needed")
         fix = f"sudo install -d -o $(id -un) {shlex.quote(str(folder))}"
-        return problem(name, f"{folder} cannot be created: {place} is not writable for this user", fix)
-    if not place.is_dir():
+        return problem(name, f"{folder} cannot be created: {existing} is not writable for this user", fix)
+    if not existing.is_dir():
         return problem(name, f"{folder} is a file", f"mv {shlex.quote(str(folder))} {shlex.quote(str(folder))}.old")
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not os.access(existing, os.W_OK | os.X_OK):
         fix = f"sudo chown -R $(id -un) {shlex.quote(str(folder))}"
         return problem(name, f"{folder} is not writable for this user", fix)
-    status = place.stat()
+    status = existing.stat()
     if status.st_mode & 0o002 and not status.st_mode & 0o1000:
         return warning(name, f"every user may write to {folder}", f"chmod o-w {shlex.quote(str(folder))}")
     return ok(name, f"{folder} can be written")

@@ -37,13 +37,15 @@ def check_limits(gpus: int) -> Iterator[Finding]:
         yield warning(
             "open files", f"{soft} at most; each connection takes one, and further connections are refused", fix
         )
-    locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked, maximum = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
         yield ok("locked memory", "no limit")
     elif not gpus or locked >= _LOCKED:
         yield ok("locked memory", f"{size(locked)} at most" + ("" if gpus else "; only GPUs need more"))
     else:
-        fix = "ulimit -l unlimited" if most == resource.RLIM_INFINITY else "sudo prlimit --memlock=unlimited --pid $$"
+        fix = (
+            "ulimit -l unlimited" if maximum == resource.RLIM_INFINITY else "sudo prlimit --memlock=unlimited --pid $$"
+        )
         yield warning("locked memory", f"{size(locked)} at most; NCCL and GPU copies may need more", fix)
 
 
@@ -106,8 +108,8 @@ def count_pci_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
     count = 0
     for device in pci.iterdir() if pci.is_dir() else ():
         try:
-            ours = (device / "vendor").read_text().strip() == _NVIDIA
-            count += ours and (device / "class").read_text().startswith("0x03")
+            is_nvidia = (device / "vendor").read_text().strip() == _NVIDIA
+            count += is_nvidia and (device / "class").read_text().startswith("0x03")
         except OSError:
             continue
     return count
@@ -182,7 +184,7 @@ def _torch(torch: str, built: Version | None, cuda: Version) -> Finding:
         message += f": update the driver to {needed} or newer, or" if needed else ":"
         wheels = _WHEELS.get(cuda[0], "cu126")
         fix = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
-        return problem(name, f"{message} take another build", fix)
+        return problem(name, f"{message} use another build", fix)
     return ok(name, f"torch {torch} for CUDA {text}")
 
 

@@ -79,45 +79,45 @@ def check_packages() -> Iterator[Finding]:
     )
 
 
-def _check_required(wanted: list[Requirement]) -> Finding:
-    texts = [_problem_of(requirement) for requirement in wanted]
+def _check_required(requirements: list[Requirement]) -> Finding:
+    texts = [_problem_of(requirement) for requirement in requirements]
     problems = [text for text in texts if text]
     if problems:
         return problem("packages", "; ".join(problems), "pip install --upgrade headrace")
-    return ok("packages", f"the {len(wanted)} required packages are installed")
+    return ok("packages", f"the {len(requirements)} required packages are installed")
 
 
-def _check_extra(extra: str, wanted: list[Requirement]) -> Finding:
+def _check_extra(extra: str, requirements: list[Requirement]) -> Finding:
     name, fix = f"extra {extra}", f"pip install --upgrade 'headrace[{extra}]'"
-    missing = [requirement.name for requirement in wanted if not installed(requirement.name)]
+    missing = [requirement.name for requirement in requirements if not installed(requirement.name)]
     if missing:
         return ok(name, f"not installed: {', '.join(missing)}", fix.replace("--upgrade ", ""))
-    old = [text for text in map(_problem_of, wanted) if text]
+    old = [text for text in map(_problem_of, requirements) if text]
     if old:
         return warning(name, "; ".join(old), fix)
-    return ok(name, ", ".join(f"{requirement.name} {installed(requirement.name)}" for requirement in wanted))
+    return ok(name, ", ".join(f"{requirement.name} {installed(requirement.name)}" for requirement in requirements))
 
 
-def _problem_of(wanted: Requirement) -> str:
-    current = installed(wanted.name)
+def _problem_of(requirement: Requirement) -> str:
+    current = installed(requirement.name)
     if not current:
-        return f"{wanted.name} is missing"
+        return f"{requirement.name} is missing"
     return (
         ""
-        if satisfies(current, wanted.bounds)
-        else f"{wanted.name} {current} is installed, but {wanted.bounds.strip()} is needed"
+        if satisfies(current, requirement.bounds)
+        else f"{requirement.name} {current} is installed, but {requirement.bounds.strip()} is needed"
     )
 
 
 def check_pairs(names: list[str]) -> Iterator[Finding]:
     """Check for conflicting packages."""
     wrong = 0
-    for one, other in _CONFLICTS:
-        if installed(one) and installed(other):
+    for first, second in _CONFLICTS:
+        if installed(first) and installed(second):
             wrong += 1
-            message = f"{one} and {other} are both installed, and overwrite each other's files"
-            fix = f"pip uninstall -y {one} {other} && pip install {other}"
-            yield problem(f"{one} and {other}", message, fix)
+            message = f"{first} and {second} are both installed, and overwrite each other's files"
+            fix = f"pip uninstall -y {first} {second} && pip install {second}"
+            yield problem(f"{first} and {second}", message, fix)
     for name in names:
         for requirement in _requirements(name) if installed(name) else ():
             if requirement.name not in _SHARED or requirement.conditional or requirement.extra:

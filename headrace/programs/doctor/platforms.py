@@ -36,11 +36,11 @@ _FIXES = {
 """Fixes by name of the check."""
 
 
-def check_platform(platform: str, environ: Mapping[str, str], *, named: bool) -> Iterator[Finding]:
+def check_platform(platform: str, environ: Mapping[str, str], *, is_named: bool) -> Iterator[Finding]:
     """Run a platform's preflight. A failure is a problem if the user named the platform, else a warning."""
     from headrace.platforms.contract import Check
 
-    wrong = problem if named else warning
+    wrong = problem if is_named else warning
     if platform == PROCESS:
         # Its driver creates its folder, and needs nothing that other checks do not cover.
         yield ok(PROCESS, "needs this machine alone")
@@ -52,7 +52,7 @@ def check_platform(platform: str, environ: Mapping[str, str], *, named: bool) ->
 
         driver = create_driver(platform, DriverOptions(default_state_dir(DEFAULT_PATH, environ), environ))
         try:
-            return await asyncio.wait_for(driver.preflight(), _NAMED_SECONDS if named else _SECONDS)
+            return await asyncio.wait_for(driver.preflight(), _NAMED_SECONDS if is_named else _SECONDS)
         finally:
             await driver.close()
 
@@ -85,7 +85,7 @@ def detect_platforms(environ: Mapping[str, str]) -> Iterator[Finding]:
     elif remote_host(environ.get("DOCKER_HOST", "")):
         yield ok(DOCKER, "on another machine, not checked", f"headrace doctor --platform {DOCKER}")
     else:
-        yield from check_platform(DOCKER, environ, named=False)
+        yield from check_platform(DOCKER, environ, is_named=False)
     if shutil.which("sbatch") or environ.get("SLURM_HOST") or environ.get("SLURM_HOSTNAME"):
         yield ok(SLURM, "a cluster is configured, not checked", f"headrace doctor --platform {SLURM}")
     kubeconfigs = environ.get("KUBECONFIG") or str(Path(environ.get("HOME") or Path.home()) / ".kube/config")

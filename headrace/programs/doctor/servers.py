@@ -70,30 +70,30 @@ class Holder:
 def check_ports(host: str, ports: Iterable[Port]) -> Iterator[Finding]:
     """Check each port."""
     ports = list(ports)
-    given = {port.number for port in ports}
+    taken = {port.number for port in ports}
     for port in ports:
-        yield _check(host, port, given)
+        yield _check(host, port, taken)
 
 
-def _check(host: str, port: Port, given: set[int]) -> Finding:
+def _check(host: str, port: Port, taken: set[int]) -> Finding:
     name = f"port {port.number}"
     trouble = bind_error(host, port.number)
     if trouble is None:
         return ok(name, f"free on {host}, for --{port.option}")
-    other = f"headrace serve --{port.option} {free_port(host, port.number, given)}"
+    fix = f"headrace serve --{port.option} {free_port(host, port.number, taken)}"
     if trouble == errno.EADDRINUSE:
         holder = holder_of(port.number)
-        who = str(holder) if holder is not None else "a process that cannot be seen from here"
+        holder_text = str(holder) if holder is not None else "a process that cannot be seen from here"
         if holder is not None and holder.is_headrace:
-            return ok(name, f"Headrace listens there: {who}; a second server needs another port", other)
+            return ok(name, f"Headrace listens there: {holder_text}; a second server needs another port", fix)
         if port.optional:
-            return warning(name, f"taken by {who}; a server does without --{port.option}", other)
-        return problem(name, f"taken by {who}", other)
+            return warning(name, f"taken by {holder_text}; a server does without --{port.option}", fix)
+        return problem(name, f"taken by {holder_text}", fix)
     if trouble in (errno.EACCES, errno.EPERM):
-        return problem(name, "may not be listened on: ports below 1024 are for root", other)
+        return problem(name, "may not be listened on: ports below 1024 are for root", fix)
     if trouble == errno.EADDRNOTAVAIL:
         return problem(name, f"{host} is not an address of this machine", "ip -brief address")
-    return problem(name, f"cannot be listened on: {os.strerror(trouble)}", other)
+    return problem(name, f"cannot be listened on: {os.strerror(trouble)}", fix)
 
 
 def bind_error(host: str, port: int) -> int | None:
@@ -111,15 +111,15 @@ def bind_error(host: str, port: int) -> int | None:
     return None
 
 
-def free_port(host: str, near: int, given: Iterable[int] = ()) -> int:
+def free_port(host: str, start: int, others: Iterable[int] = ()) -> int:
     """Return a free port above one that no other option uses; 0 if there is none nearby."""
-    first = max(near + 10, 1034)
-    taken = set(given)
+    first = max(start + 10, 1034)
+    taken = set(others)
     return next(
         (
-            each
-            for each in range(first, first + 200)
-            if each <= 65535 and each not in taken and not bind_error(host, each)
+            port
+            for port in range(first, first + 200)
+            if port <= 65535 and port not in taken and not bind_error(host, port)
         ),
         0,
     )
@@ -139,7 +139,7 @@ def holder_of(port: int, proc: Path = _PROC) -> Holder | None:
                 inodes[f"socket:[{words[9]}]"] = int(words[7])
     if not inodes:
         return None
-    for pid in sorted(int(each.name) for each in proc.iterdir() if each.name.isdigit()):
+    for pid in sorted(int(folder.name) for folder in proc.iterdir() if folder.name.isdigit()):
         if _holds(proc / str(pid), inodes):
             return Holder(_user(_owner(proc / str(pid))), pid, _command_line(proc / str(pid)))
     return Holder(_user(next(iter(inodes.values()))))
@@ -203,15 +203,13 @@ def check_server(url: str, environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         live = ask(url, "/v2/health/live", environ)
     except OSError as error:
-        yield problem(name, f"does not answer: {_why(error)}", "headrace serve models")
+        yield problem(name, f"does not answer: {_error_text(error)}", "headrace serve models")
         return
     if live.status in (401, 403):
-        yield warning(name, "answers, and wants an API key", "export HEADRACE_API_KEY=KEY")
+        yield warning(name, "answers, and requires an API key", "export HEADRACE_API_KEY=KEY")
         return
     if live.status != 200:
-        yield problem(
-            name, f"answers {live.status} to /v2/health/live: is that a server of models?", f"curl -i {url}/v2"
-        )
+        yield problem(name, f"answers {live.status} to /v2/health/live: is it a model server?", f"curl -i {url}/v2")
         return
     if ask(url, "/v2/health/ready", environ).status == 200:
         yield ok(name, "answers and is ready", f"headrace top {url}")
@@ -231,7 +229,7 @@ def check_gateway(url: str, environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         ready = ask(url, "/health/readiness", environ)
     except OSError as error:
-        yield problem(name, f"does not answer: {_why(error)}", "headrace gateway")
+        yield problem(name, f"does not answer: {_error_text(error)}", "headrace gateway")
         return
     if ready.status == 200:
         yield ok(name, "answers and takes work")
@@ -265,21 +263,22 @@ def ask(url: str, path: str, environ: Mapping[str, str], method: str = "GET", bo
 
 def _skew(date: str, sent: float, received: float) -> float | None:
     try:
-        theirs = parsedate_to_datetime(date).timestamp()
+        server_time = parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError):
         return None
     # A Date is cut to whole seconds: it was true at some moment of the following second.
-    return theirs - received if theirs > received else min(0.0, theirs + 1 - sent)
+    return server_time - received if server_time > received else min(0.0, server_time + 1 - sent)
 
 
 def _not_ready(url: str, environ: Mapping[str, str]) -> Iterator[str]:
     index = ask(url, "/v2/repository/index", environ, "POST", b"{}").document
-    for each in index if isinstance(index, list) else ():
-        if isinstance(each, dict) and each.get("state") != "READY":
-            yield f"{each.get('name')} is {each.get('state') or 'not loaded'}: {each.get('reason') or 'no reason is given'}"
+    for entry in index if isinstance(index, list) else ():
+        if isinstance(entry, dict) and entry.get("state") != "READY":
+            reason = entry.get("reason") or "no reason is given"
+            yield f"{entry.get('name')} is {entry.get('state') or 'not loaded'}: {reason}"
 
 
-def _why(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return f"nothing came in {_SECONDS:g} s"
     return error_text(error)

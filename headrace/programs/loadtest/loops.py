@@ -237,6 +237,6 @@ async def drive(
         for connection in loop.connections:
             connection.expire(now - timeout_seconds)
         # Not beyond the start or end of the window, so that samples belong to it.
-        left = (recording.begins if now < recording.begins else recording.ends) - now
-        await asyncio.sleep(min(_SWEEP_SECONDS, left) if left > 0 else _LAST_SECONDS)
+        seconds_left = (recording.begins if now < recording.begins else recording.ends) - now
+        await asyncio.sleep(min(_SWEEP_SECONDS, seconds_left) if seconds_left > 0 else _LAST_SECONDS)
     loop.close()

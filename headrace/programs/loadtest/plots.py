@@ -140,10 +140,10 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float, share: fl
     figure = _figure(1)
     axis = figure.subplots()
     for within_target, colour, name in ((True, "tab:blue", "within the target"), (False, "tab:red", "beyond it")):
-        chosen = [trial for trial in trials if trial.ok is within_target and trial.results is not None]
-        if chosen:
-            across = [trial.latency_ms for trial in chosen]
-            axis.scatter(across, [trial.throughput for trial in chosen], color=colour, label=name)
+        matching = [trial for trial in trials if trial.ok is within_target and trial.results is not None]
+        if matching:
+            across = [trial.latency_ms for trial in matching]
+            axis.scatter(across, [trial.throughput for trial in matching], color=colour, label=name)
     axis.axvline(target_ms, color="grey", linestyle="--")
     axis.set(title=title, xlabel=f"p{share:g} in milliseconds", ylabel="requests/s", xscale="log")
     if axis.get_legend_handles_labels()[0]:

@@ -70,8 +70,8 @@ def percentile(values: npt.NDArray[np.float64], share: float) -> float:
         return float("nan")
     # Rounded first: 99.9 percent of 1000 is 999.0000000000001 in floating point.
     rank = math.ceil(round(share * len(values) / 100, 9))
-    place = min(max(rank, 1), len(values)) - 1
-    return float(np.partition(values, place)[place])
+    index = min(max(rank, 1), len(values)) - 1
+    return float(np.partition(values, index)[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ClientCpu:
 
     process: float
     thread: float
-    """Of the one thread that sends and receives: at 1.0 it is saturated."""
+    """CPU use of the thread that sends and receives; saturated at 1.0."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RunResults:
     latencies_ms: npt.NDArray[np.float64]
     """Latencies of successful requests."""
     late_ms: npt.NDArray[np.float64]
-    """Of an open loop: how much later than due requests were sent."""
+    """In an open loop: delay between the due time and the sending of requests."""
     errors: Mapping[str, int]
     examples: Mapping[str, str]
     most_waiting: int

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search for the settings with the highest throughput within a latency target, by measurement.
 
-Walks one coordinate after the other as long as it pays. Measurements are noisy: a costlier setting must be better by
-more than the noise, and the best ones are measured again before one wins. Server and configuration are behind two
-functions.
+Coordinate ascent: changes one setting after the other as long as the throughput rises. Measurements are noisy: a costlier
+setting must be better by more than the noise, and the best ones are measured again before one wins. Server and configuration
+are behind two functions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Trial:
     """The percentile to compare."""
     ok: bool
     """Whether it meets the target without errors."""
-    why: str = ""
+    reason: str = ""
     """Why not."""
 
     @property
@@ -118,11 +118,11 @@ class Search:
         return await self._decide()
 
     async def _walk(self, current: Setting, name: str, values: Sequence[Any]) -> Setting:
-        """Walk one coordinate up and then down, as long as it pays."""
+        """Raise and then lower one setting, as long as the throughput rises."""
         for direction in (1, -1):
-            place = values.index(getattr(current, name))
-            while 0 <= (place := place + direction) < len(values):
-                candidate = replace(current, **{name: values[place]})
+            index = values.index(getattr(current, name))
+            while 0 <= (index := index + direction) < len(values):
+                candidate = replace(current, **{name: values[index]})
                 if not self._pays(await self._score(candidate), current):
                     break
                 current = candidate
@@ -147,7 +147,7 @@ class Search:
         return setting.instances, delay, abs(setting.max_batch_size - limit)
 
     async def _score(self, setting: Setting) -> Trial | None:
-        """Return the best trial of a setting within the target, over numbers of clients; measured once."""
+        """Return the best trial of a setting within the target, over numbers of clients; cached."""
         if setting not in self._best:
             try:
                 await self._apply(setting)
@@ -169,7 +169,7 @@ class Search:
         ]
 
     async def _climb(self, setting: Setting) -> Trial | None:
-        """Reduce the clients until the target is met, or raise them while that pays."""
+        """Reduce the clients until the target is met, or raise them while the throughput rises."""
         first = clients = min(self._concurrency, self._max_concurrency)
         trial = await self._try(setting, clients)
         while not trial.ok and clients > 1:
@@ -207,15 +207,15 @@ class Search:
 
     def _judge(self, setting: Setting, clients: int, results: RunResults) -> Trial:
         latency = results.at(self._share)
-        why = ""
+        reason = ""
         if results.failed:
             kind = next(iter(results.errors))
-            why = f"{results.failed} of {results.requests} failed: {kind}: {results.examples.get(kind, '')}"
+            reason = f"{results.failed} of {results.requests} failed: {kind}: {results.examples.get(kind, '')}"
         elif not len(results.latencies_ms):
-            why = "no answer"
+            reason = "no answer"
         elif latency > self._target_ms:
-            why = f"p{self._share:g} over {self._target_ms:g} ms"
-        return Trial(setting, clients, results, latency, not why, why)
+            reason = f"p{self._share:g} over {self._target_ms:g} ms"
+        return Trial(setting, clients, results, latency, not reason, reason)
 
     def _record(self, trial: Trial) -> Trial:
         self.trials.append(trial)
@@ -234,8 +234,8 @@ class Search:
                 ranked[0], ranked[0].throughput, start, ["only one setting keeps the target"], self.trials
             )
         # One lucky measurement may have favoured a costly setting: the cheapest one close to it is measured again, too.
-        near = [trial for trial in ranked if trial.throughput >= ranked[0].throughput * (1 - _NEAR)]
-        simplest = min(near, key=lambda trial: self._cost(trial.setting))
+        close = [trial for trial in ranked if trial.throughput >= ranked[0].throughput * (1 - _NEAR)]
+        simplest = min(close, key=lambda trial: self._cost(trial.setting))
         chosen = ranked[:2] if simplest in ranked[:2] else [*ranked[:2], simplest]
         rivals = [(trial.setting, trial.concurrency) for trial in chosen]
         repeats = await self._repeat_trials(rivals)
@@ -273,16 +273,16 @@ class Search:
                 f"the best {len(equals)} differ by no more than the noise ({noise:.1f} requests/s): the simplest is taken"
             )
         elif len(steady) > 1:
-            other = max((setting for setting in steady if setting != winner), key=lambda setting: means[setting])
-            gain = means[winner] / means[other] - 1 if means[other] else 1.0
-            notes.append(f"measured again {_REPEATS} times, it is {gain:.0%} ahead of the next best: {other}")
+            runner_up = max((setting for setting in steady if setting != winner), key=lambda setting: means[setting])
+            gain = means[winner] / means[runner_up] - 1 if means[runner_up] else 1.0
+            notes.append(f"measured again {_REPEATS} times, it is {gain:.0%} ahead of the next best: {runner_up}")
         best = next((trial for trial in repeats[winner] if trial.ok), repeats[winner][0])
         return SearchResult(best, means[winner], start, notes, self.trials)
 
     def _explain_failure(self) -> str:
         measured = [trial for trial in self.trials if trial.results is not None and trial.latency_ms > 0]
         if not measured:
-            return f"nothing could be measured: {self.trials[0].why if self.trials else 'no trial'}"
+            return f"nothing could be measured: {self.trials[0].reason if self.trials else 'no trial'}"
         lowest = min(measured, key=lambda trial: trial.latency_ms)
         lowest_text = f"the lowest p{self._share:g} was {lowest.latency_ms:.2f} ms, with {lowest.concurrency} client(s)"
         return f"no setting keeps p{self._share:g} within {self._target_ms:g} ms: {lowest_text} and {lowest.setting}"

@@ -55,7 +55,7 @@ class Refusals:
 
     def __init__(self, registry: Registry) -> None:
         unauthorized = registry.counter(
-            "headrace_unauthorized_total", "Requests refused for want of an API key or of its scope", ["reason"]
+            "headrace_unauthorized_total", "Requests refused because an API key or its scope is missing", ["reason"]
         )
         limited = registry.counter("headrace_rate_limited_total", "Requests refused by a rate limit", ["by"])
         shed = registry.counter("headrace_shed_total", "Requests refused because too many are in flight", ["reason"])

@@ -50,8 +50,8 @@ class Broadcaster:
     async def catch_up(self) -> None:
         """Repeat the requests that were broadcast before this worker started."""
         answers = await self._channel.request_all(_HISTORY, seconds=_TIMEOUT_SECONDS)
-        known = [answer for answer in answers.values() if isinstance(answer, list)]
-        for request in max(known, key=len, default=[]):
+        missed = [answer for answer in answers.values() if isinstance(answer, list)]
+        for request in max(missed, key=len, default=[]):
             await self._repeat(request)
 
     def register(self, name: str, handler: Handler | UnaryHandler, *, remember: bool = True) -> None:
@@ -65,9 +65,9 @@ class Broadcaster:
         return FileLock(self._channel.folder / "repeating.lock").hold()
 
     async def broadcast(
-        self, name: str, head: RequestHead, body: bytes, params: tuple[str, ...] = (), *, here: bool = False
+        self, name: str, head: RequestHead, body: bytes, params: tuple[str, ...] = (), *, include_self: bool = False
     ) -> None:
-        """Broadcast a request to all other workers, and with `here` to this one; one that is down gets it when it starts."""
+        """Broadcast a request to all other workers, and with `include_self` to this one. One that is down gets it later."""
         request = {
             "name": name,
             "method": head.method.decode("latin-1"),
@@ -79,7 +79,7 @@ class Broadcaster:
         }
         self._remember(request)
         await self._channel.request_all(_REPEAT, request, seconds=_TIMEOUT_SECONDS)
-        if here:
+        if include_self:
             await self._repeat({**request, "params": list(params)})
 
     async def _answer_history(self, _arguments: Any) -> list[BroadcastRequest]:
@@ -165,9 +165,9 @@ _LOAD_TIMEOUT_SECONDS = 3600.0
 class LoadBroadcaster:
     """Loads and unloads models in all workers."""
 
-    def __init__(self, channel: WorkerChannel, own: DataPlane) -> None:
+    def __init__(self, channel: WorkerChannel, plane: DataPlane) -> None:
         self._channel = channel
-        self._own = own
+        self._own = plane
         self._caught_up = asyncio.Event()
 
     def start(self) -> None:
@@ -197,11 +197,11 @@ class LoadBroadcaster:
     async def _broadcast(self, load_request: dict[str, Any]) -> None:
         await self._caught_up.wait()
         # Not the model's name: with a suffix it may be too long for a file.
-        place = self._channel.folder / sha256(load_request["name"].encode()).hexdigest()
-        async with FileLock(place.with_suffix(".lock")).hold():
+        path = self._channel.folder / sha256(load_request["name"].encode()).hexdigest()
+        async with FileLock(path.with_suffix(".lock")).hold():
             await self._apply(load_request)
             # Before the other workers get the request: a worker that starts meanwhile reads this file.
-            write_atomically(place.with_suffix(".load-request"), orjson.dumps(load_request), durable=False)
+            write_atomically(path.with_suffix(".load-request"), orjson.dumps(load_request), durable=False)
             answers = await self._channel.request_all(_LOAD, load_request, seconds=_LOAD_TIMEOUT_SECONDS)
         for index, answer in answers.items():
             if isinstance(answer, WorkerUnavailable):

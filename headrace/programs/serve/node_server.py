@@ -36,7 +36,7 @@ _NOT_READY = ResponseHead(503)
 
 
 def open_pool(settings: NodeSettings) -> NodePool | None:
-    """Return what the other nodes join; None for a server on one. Raises FailedPrecondition."""
+    """Return the group that the other nodes join; None for a server on one node. Raises FailedPrecondition."""
     if settings.count == 1:
         return None
     from headrace.backends.llm.tensor_parallel.node_pool import NodePool
@@ -46,7 +46,7 @@ def open_pool(settings: NodeSettings) -> NodePool | None:
 
 @dataclass(frozen=True, slots=True)
 class HttpPort:
-    """Where a node has its health routes."""
+    """Address of a node's health routes."""
 
     address: Address
     tls: TlsFiles | None
@@ -121,7 +121,7 @@ def find_folder(settings: EngineSettings, name: str) -> Path:
 
 
 def health_routes(worker: NodeWorker) -> Routes:
-    """Return the routes of a node: whether it lives, and whether it has joined and its ranks are in their group."""
+    """Return the health routes of a node. It is ready once it has joined node 0, and its ranks have joined their group."""
     routes = Routes()
     routes.add("GET", "/v2/health/live", _live, scope=None)
     routes.add("GET", "/v2/health/ready", partial(_ready, worker), scope=None)

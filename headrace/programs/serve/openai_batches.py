@@ -46,15 +46,15 @@ class OpenAiBatches:
             resource.add_to(routes)
 
     def start(self) -> None:
-        """Compute batches, as soon as all models were tried."""
+        """Start the worker: it runs batches once all models were tried."""
         self.worker.start(self._handlers, lambda: self._plane.started)
 
     def drain(self) -> None:
-        """Begin no more lines."""
+        """Start no more lines."""
         self.worker.stop()
 
     async def close(self) -> None:
-        """Write down what was computed."""
+        """Write all results."""
         await self.worker.close()
 
 

@@ -92,7 +92,7 @@ class Protocols:
             self.batches.start()
 
     def drain(self) -> None:
-        """Begin no new work."""
+        """Start no new work."""
         self.built.drain()
         if self.batches is not None:
             self.batches.drain()

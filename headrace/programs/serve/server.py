@@ -92,10 +92,10 @@ class HeapTrimmer:
     async def _run_trim(self) -> None:
         try:
             if self._trim is not None:
-                # In a thread: it takes milliseconds and releases the interpreter.
+                # In a thread: it takes milliseconds and releases the GIL.
                 await asyncio.to_thread(self._trim, 0)
             self._baseline = self._read_size()
-        except (OSError, RuntimeError) as error:  # no descriptor, or no thread
+        except (OSError, RuntimeError) as error:  # no free descriptor or thread
             self._warn(error)
         self._schedule()
 

@@ -43,10 +43,10 @@ class ListenSettings:
 
 @dataclass(frozen=True, slots=True)
 class StartReport:
-    """What a server can be reached by, and which of its models serve, when all were tried."""
+    """The URLs of a server and the states of its models, after all models were tried."""
 
     http: str
-    """The URL of the HTTP port; "" without one. The same for the others."""
+    """URLs of the ports; "" for a port that is not open."""
     grpc: str
     metrics: str
     console: str

@@ -32,12 +32,12 @@ class Heartbeats:
         self._cells = memoryview(mmap.mmap(-1, 2 * 8 * count)).cast("Q")
 
     def keep_beating(self, index: int) -> None:
-        """In the worker: beat as long as its event loop runs."""
+        """In the worker: send heartbeats as long as its event loop runs."""
         self.beat(index)
         asyncio.get_running_loop().call_later(BEAT_SECONDS, self.keep_beating, index)
 
     def beat(self, index: int) -> None:
-        """Beat once."""
+        """Send one heartbeat."""
         self._cells[2 * index] += 1
 
     def serve(self, index: int) -> None:
@@ -109,7 +109,7 @@ class Watchdog:
         self._health[index] = _Health(self._beats.begin(index))
 
     def check(self, index: int, pid: int, elapsed: float) -> str:
-        """Check a worker, `elapsed` seconds after the last check: return how it hangs, or ""."""
+        """Check a worker, `elapsed` seconds after the last check: return a description of the hang, "" if there is none."""
         health, beats = self._health[index], self._beats.beats(index)
         if beats != health.beats:
             self._health[index] = _Health(beats)
@@ -120,8 +120,8 @@ class Watchdog:
             return ""
         elapsed = min(elapsed, MAX_POLL_SECONDS)
         if activity.worked_since(before):
-            # Work offsets idleness: on a crowded machine a computing worker has to wait now and then, and threads that wait
-            # for Python's lock wake up briefly.
+            # CPU time resets the idle time: on a busy machine a working process is sometimes preempted, and threads that
+            # wait for Python's lock wake up briefly.
             health.busy_seconds += elapsed
             health.idle_seconds = max(0.0, health.idle_seconds - elapsed)
         else:
@@ -326,9 +326,9 @@ def _cause(code: int, *, hung: bool = False) -> str:
         return "hung and was killed"
     if code >= 0:
         return f"exited with code {code}"
-    known = {number.value: number.name for number in signal.Signals}  # Real-time signals have no names.
+    signal_names = {number.value: number.name for number in signal.Signals}  # Real-time signals have no names.
     hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
-    return f"was ended by {known.get(-code, f'signal {-code}')}{hint}"
+    return f"was ended by {signal_names.get(-code, f'signal {-code}')}{hint}"
 
 
 def _run_worker(index: int, main: Callable[[int], int], mask: set[int | signal.Signals], parent: int) -> NoReturn:

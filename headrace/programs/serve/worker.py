@@ -33,10 +33,10 @@ from headrace.programs.serve.worker_stats import Numbers, WorkerStats, sum_stati
 class WorkersPlane(DataPlane):
     """One worker's models, with the statistics of all workers."""
 
-    def __init__(self, own: DataPlane, stats: WorkerStats, broadcaster: LoadBroadcaster) -> None:
-        super().__init__(own._directory, own._control, own._adapters)
-        self.strict_readiness = own.strict_readiness
-        self._own = own
+    def __init__(self, plane: DataPlane, stats: WorkerStats, broadcaster: LoadBroadcaster) -> None:
+        super().__init__(plane._directory, plane._control, plane._adapters)
+        self.strict_readiness = plane.strict_readiness
+        self._own = plane
         self._stats = stats
         self._load_broadcaster = broadcaster
 
@@ -165,7 +165,7 @@ class WorkerPolicies:
         async def broadcast() -> None:
             async with self._broadcaster.lock():
                 # In this worker, too: the split may have been replaced meanwhile, and all workers must agree.
-                await self._broadcaster.broadcast(f"POST {ROLLBACK_PATH}", head, body, (model,), here=True)
+                await self._broadcaster.broadcast(f"POST {ROLLBACK_PATH}", head, body, (model,), include_self=True)
 
         self._start(broadcast(), lambda error: log.error("Could not broadcast a rollback", exc_info=error))
 
@@ -206,22 +206,22 @@ class _Request(NamedTuple):
 _SERVING, _METRICS = "serving", "metrics"
 _TIMEOUT_SECONDS = 1.0
 _SCRAPE_SECONDS = 2.0
-"""After this time, the last known numbers of a worker are used that computes in its event loop."""
+"""Timeout for the numbers of a worker whose event loop is busy; after it, its last known numbers are used."""
 
 
 class Worker:
     """One of several workers, with everything that it shares with the others."""
 
-    def __init__(self, folder: str, index: int, count: int, own: DataPlane) -> None:
-        self._own = own
+    def __init__(self, folder: str, index: int, count: int, plane: DataPlane) -> None:
+        self._own = plane
         self._parent = os.getppid()
         self._channel = WorkerChannel(folder, index, count)
-        self.stats = WorkerStats(self._channel, own)
+        self.stats = WorkerStats(self._channel, plane)
         self.broadcaster = Broadcaster(self._channel)
         self.policies = WorkerPolicies(self.stats, self.broadcaster)
-        self._load_broadcaster = LoadBroadcaster(self._channel, own)
+        self._load_broadcaster = LoadBroadcaster(self._channel, plane)
         self._metrics: Metrics | None = None
-        self.plane = WorkersPlane(own, self.stats, self._load_broadcaster)
+        self.plane = WorkersPlane(plane, self.stats, self._load_broadcaster)
 
     @property
     def started(self) -> float:
@@ -263,5 +263,5 @@ class Worker:
             shutil.rmtree(self._channel.folder, ignore_errors=True)
 
     async def _serving(self, _arguments: Any) -> bool:
-        # Not whether all models are ready: one that never will be must not keep a port closed.
+        # Not when all models are ready: a model that fails must not keep the ports closed.
         return self._own.started and self._own.accepting

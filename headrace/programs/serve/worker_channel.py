@@ -43,7 +43,7 @@ class WorkerChannel:
     def __init__(self, folder: str | Path, index: int, count: int) -> None:
         self.folder = Path(folder)
         self.index = index
-        self.others = [other for other in range(count) if other != index]
+        self.others = [worker for worker in range(count) if worker != index]
         self._handlers: dict[str, RequestHandler] = {}
         self._server: asyncio.AbstractServer | None = None
 
@@ -72,25 +72,25 @@ class WorkerChannel:
     async def request_all(self, name: str, arguments: Any = None, *, seconds: float) -> dict[int, Any]:
         """Return the answer of every other worker, by its number; an exception for one that has none."""
         answers = await asyncio.gather(
-            *(self.request(other, name, arguments, seconds=seconds) for other in self.others), return_exceptions=True
+            *(self.request(worker, name, arguments, seconds=seconds) for worker in self.others), return_exceptions=True
         )
         return dict(zip(self.others, answers, strict=True))
 
-    async def request(self, other: int, name: str, arguments: Any = None, *, seconds: float) -> Any:
+    async def request(self, worker: int, name: str, arguments: Any = None, *, seconds: float) -> Any:
         """Return the answer of one worker. Raises `WorkerUnavailable` or `WorkerTimeout`, or the error of the worker."""
         try:
             async with asyncio.timeout(seconds):
-                document = await self._exchange(other, orjson.dumps([name, arguments]))
+                document = await self._exchange(worker, orjson.dumps([name, arguments]))
         except TimeoutError:
-            raise WorkerTimeout(f"worker {other} does not answer in time") from None
+            raise WorkerTimeout(f"worker {worker} does not answer in time") from None
         except (OSError, orjson.JSONDecodeError):
-            raise WorkerUnavailable(f"worker {other} does not answer") from None
+            raise WorkerUnavailable(f"worker {worker} does not answer") from None
         if "error" in document:
             raise error_of(document.get("code", ""), document["error"])
         return document["answer"]
 
-    async def _exchange(self, other: int, message: bytes) -> Any:
-        reader, writer = await asyncio.open_unix_connection(str(self._path(other)))
+    async def _exchange(self, worker: int, message: bytes) -> Any:
+        reader, writer = await asyncio.open_unix_connection(str(self._path(worker)))
         try:
             writer.write(message)
             writer.write_eof()
@@ -129,8 +129,8 @@ def worker_folder() -> Iterator[str]:
     """Create a folder for the workers of one server and remove it at the end. The supervisor calls this before it forks."""
     usual = tempfile.gettempdir()
     # A socket's path may have 107 bytes.
-    place = usual if len(os.fsencode(usual)) < 72 else "/tmp"  # noqa: S108
-    with tempfile.TemporaryDirectory(prefix="headrace-", dir=place, ignore_cleanup_errors=True) as folder:
+    parent = usual if len(os.fsencode(usual)) < 72 else "/tmp"  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True) as folder:
         (Path(folder) / _STARTED).write_text(repr(time.monotonic()))
         yield folder
 

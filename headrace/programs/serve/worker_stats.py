@@ -63,7 +63,7 @@ def merge_counts(first: Any, second: Any) -> Any:
             merged["last"] = max(first["last"], second["last"])
         return merged
     if isinstance(first, list):
-        return [one + other for one, other in zip(first, second, strict=True)]
+        return [left + right for left, right in zip(first, second, strict=True)]
     return first + second
 
 
@@ -87,9 +87,9 @@ log = logging.getLogger("headrace.apps")
 
 _REQUEST = "numbers"
 _TIMEOUT_SECONDS = 1.0
-"""After this time, the file of a worker is read that computes in its event loop."""
+"""Timeout for the numbers of a worker whose event loop is busy; after it, its file is read."""
 _VERSIONS_PER_TURN = 64
-"""Versions to read before the event loop handles requests again."""
+"""Number of versions to read before yielding to the event loop."""
 
 NumberSource = Callable[[], Numbers]
 
@@ -141,9 +141,9 @@ class WorkerStats:
 
         The numbers of one that started earlier may be older than those another worker has reported meanwhile.
         """
-        wanted = self._started + 1
+        generation = self._started + 1
         async with self._gather_lock:
-            if self._finished < wanted:
+            if self._finished < generation:
                 self._started = number = self._started + 1
                 await self._gather()
                 self._finished = number
@@ -156,8 +156,8 @@ class WorkerStats:
         ]
         by_version: dict[str, list[Numbers]] = {}
         for numbers in (*self._others, self._before):
-            for version, counted in numbers.get("versions", {}).items():
-                by_version.setdefault(version, []).append(counted)
+            for version, counts in numbers.get("versions", {}).items():
+                by_version.setdefault(version, []).append(counts)
         self._of_versions = by_version
 
     async def _answer(self, _arguments: Any) -> Numbers:
@@ -168,8 +168,8 @@ class WorkerStats:
                 versions[f"{version.name}/{version.version_text}"] = numbers_of(version.statistics)
                 if count % _VERSIONS_PER_TURN == 0:
                     await asyncio.sleep(0)
-            own: Numbers = {"versions": versions} | {name: source() for name, source in self._sources.items()}
-            total: Numbers = merge_counts(own, self._before) if self._before else own
+            numbers: Numbers = {"versions": versions} | {name: source() for name, source in self._sources.items()}
+            total: Numbers = merge_counts(numbers, self._before) if self._before else numbers
             self._write(total)
             return total
 
@@ -193,5 +193,5 @@ class WorkerStats:
 
 
 def _all_without_in_flight(numbers: Numbers) -> Numbers:
-    versions = {version: without_in_flight(counted) for version, counted in numbers.get("versions", {}).items()}
+    versions = {version: without_in_flight(counts) for version, counts in numbers.get("versions", {}).items()}
     return numbers | {"versions": versions} if numbers else {}

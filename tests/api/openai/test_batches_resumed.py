@@ -367,7 +367,7 @@ def test_missing_descriptors_are_logged_once_and_without_a_traceback(
             eventually(lambda: len(looks) > 3)
         records = [record for record in caplog.records if record.name == "headrace.batch"]
         assert [record.getMessage() for record in records] == [
-            "cannot look for batches: [Errno 24] Too many open files: 'batches/work'"
+            "cannot poll the batches: [Errno 24] Too many open files: 'batches/work'"
         ]
         assert records[0].exc_info is None
         batch = served.begin([line(0)])

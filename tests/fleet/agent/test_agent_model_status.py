@@ -37,12 +37,12 @@ def test_states() -> None:
         ({"a": {"status": "Weird"}}, "In_Transit"),
     ]
     for nodes, wanted in cases:
-        change = status_change(model(), nodes, counted=True)
+        change = status_change(model(), nodes, has_agents=True)
         assert change["state"] == wanted
         created_model = model({**change})
-        assert validate_status(created_model) == [] and status_change(created_model, nodes, counted=True) == {}
+        assert validate_status(created_model) == [] and status_change(created_model, nodes, has_agents=True) == {}
     full = {"c": READY, "b": FAILED, "a": READY}
-    assert status_change(model(), full, counted=True) == {
+    assert status_change(model(), full, has_agents=True) == {
         "state": "Ready",
         "nodesReady": ["a", "c"],
         "nodesFailed": ["b"],
@@ -53,35 +53,35 @@ def test_states() -> None:
 def test_the_status_says_why_a_download_failed_and_forgets_it() -> None:
     gated = node_status.failed_entry(KEY, "hf://org/llama: 403: accept the licence of the model")
     nodes = {"b": gated, "a": gated, "c": FAILED, "d": {"status": "Failed"}}
-    change = status_change(model(), nodes, counted=True)
+    change = status_change(model(), nodes, has_agents=True)
     assert change["message"] == (
         "a, b: hf://org/llama: 403: accept the licence of the model; c: the disk is full; d: it does not say why"
     )
     failed = model(change)
     assert validate_status(failed) == []
-    assert status_change(failed, {"a": READY}, counted=True) == {
+    assert status_change(failed, {"a": READY}, has_agents=True) == {
         "state": "Ready",
         "nodesReady": ["a"],
         "nodesFailed": [],
         "message": None,
     }
     many = {f"node-{number:02}": FAILED for number in range(12)}
-    message = status_change(model(), many, counted=True)["message"]
+    message = status_change(model(), many, has_agents=True)["message"]
     assert message.startswith("node-00, node-01,") and message.endswith("node-07 and 4 more: the disk is full")
     long = {f"n{number}": node_status.failed_entry(KEY, f"{number}" + "x" * 900) for number in range(4)}
-    assert len(status_change(model(), long, counted=True)["message"]) == 1024
+    assert len(status_change(model(), long, has_agents=True)["message"]) == 1024
 
 
 def test_without_counters_nothing_is_reported() -> None:
-    assert status_change(model(), {}, counted=False) == {}
+    assert status_change(model(), {}, has_agents=False) == {}
     # The last agent has gone, and took its word with it.
     left = {"state": "Ready", "nodesReady": ["a"]}
-    assert status_change(model(left), {}, counted=False) == {"state": "In_Transit", "nodesReady": []}
+    assert status_change(model(left), {}, has_agents=False) == {"state": "In_Transit", "nodesReady": []}
 
 
 def test_claims_are_ready_without_a_node() -> None:
-    assert status_change(model(uri="pvc://claim/x"), {}, counted=False) == {"state": "Ready"}
-    assert status_change(model({"state": "Ready"}, "pvc://claim/x"), {}, counted=True) == {}
+    assert status_change(model(uri="pvc://claim/x"), {}, has_agents=False) == {"state": "Ready"}
+    assert status_change(model({"state": "Ready"}, "pvc://claim/x"), {}, has_agents=True) == {}
 
 
 def test_what_the_author_wrote_stays() -> None:
@@ -100,10 +100,10 @@ def test_a_service_reports_where_its_model_is() -> None:
         ({"n1": FAILED}, "its download failed on n1: the disk is full"),
         ({"n1": UPDATING}, "it is In_Transit"),
     ):
-        status = model_status(waiting, model(status_change(model(), nodes, counted=True)))
+        status = model_status(waiting, model(status_change(model(), nodes, has_agents=True)))
         assert status["lastFailureInfo"]["reason"] == "BaseModelNotReady"
         assert said in status["lastFailureInfo"]["message"]
-    status = model_status(waiting, model(status_change(model(), {"n1": READY}, counted=True)))
+    status = model_status(waiting, model(status_change(model(), {"n1": READY}, has_agents=True)))
     assert "lastFailureInfo" not in status
 
 

@@ -88,7 +88,7 @@ def test_a_decision_is_never_outside_of_its_bounds(
 def test_a_load_within_the_tolerance_changes_nothing(wanted: int, off: float) -> None:
     aim = AutoscalerSpec(4.0, 100, 1, 1.0, 0.1)
     load = 4.0 * wanted * (1 + off * 0.999)
-    result = decide_replicas([Sample(0.0, load)], 0.0, aim, wanted, wanted=wanted)
+    result = decide_replicas([Sample(0.0, load)], 0.0, aim, wanted, desired=wanted)
     assert result is not None and result.replicas == wanted
 
 

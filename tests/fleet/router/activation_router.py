@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.fleet.router.grpc.proxy import GrpcProxy
 from headrace.fleet.router.proxy import RouterProxy
-from headrace.fleet.router.scale_targets import ReplicaCounts, Scaler, ScalerError, watch_by_polling
+from headrace.fleet.router.scale_targets import ReplicaCounts, Scaler, ScalerError
 from headrace.fleet.router.settings import (
     ActivationSettings,
     BackendAddress,
@@ -35,6 +35,19 @@ from support.waiting import eventually
 TARGET = ScaleTarget("chat-engine")
 _IDLE_SECONDS = 3600.0
 """Nothing falls asleep by itself, unless a test asks for it; `Nap.idle_for` moves the time."""
+
+
+async def watch_by_polling(
+    replicas: Callable[[ScaleTarget], Awaitable[ReplicaCounts]], target: ScaleTarget, seconds: float
+) -> AsyncIterator[ReplicaCounts]:
+    """Implement `Scaler.watch` by calling `replicas` at an interval."""
+    last: ReplicaCounts | None = None
+    while True:
+        counts = await replicas(target)
+        if counts != last:
+            last = counts
+            yield counts
+        await asyncio.sleep(seconds)
 
 
 class ScriptedScaler:

@@ -30,7 +30,7 @@ class TimedScaler(ScriptedScaler):
 
     async def replicas(self, target: ScaleTarget) -> ReplicaCounts:
         result = await super().replicas(target)
-        return ReplicaCounts(result.wanted, result.ready, *self.moments)
+        return ReplicaCounts(result.desired, result.ready, *self.moments)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from router_program import Running, run_router
 from routing import Answer, ask
 
 from headrace.api.access.api_keys import create_key
-from headrace.cli.router_settings import read_router_file, router_settings
+from headrace.cli.router_settings import router_settings
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.endpoint_picker import SERVICE as PICKER
 from headrace.net.grpc.standard_services import grpc_schema
@@ -192,4 +192,4 @@ def test_mistakes_in_the_file_are_reported_with_their_line(text: str, says: str,
     path = tmp_path / "router.yaml"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=says):
-        read_router_file(str(path))
+        router_settings({}, str(path))

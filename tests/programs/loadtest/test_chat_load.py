@@ -16,10 +16,9 @@ import pytest
 
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.fleet.benchmarks.scenarios import parse_scenario
-from headrace.programs.loadtest.chat.report import Chart, report, svg
+from headrace.programs.loadtest.chat.report import Chart, check_output, report, svg, write_results
 from headrace.programs.loadtest.chat.requests import Prompts, read_dataset
 from headrace.programs.loadtest.chat.runner import ChatRun, ChatTest, Limits
-from headrace.programs.loadtest.chat.storage import check_output, write_results
 
 Handler = Callable[[str, dict[str, Any]], list[bytes] | None]
 """From path and body to the pieces of an answer; None cuts the connection."""

@@ -99,7 +99,7 @@ def test_a_setting_that_the_server_refuses_is_a_trial_and_no_end() -> None:
     best = search(Model(refuses=lambda setting: setting.instances > 1))
     assert best.winner is not None
     assert best.winner.setting == Setting(16, 0, 1)
-    assert any(trial.why == "too much memory" for trial in best.trials)
+    assert any(trial.reason == "too much memory" for trial in best.trials)
 
 
 def test_errors_disqualify() -> None:
@@ -114,7 +114,7 @@ def test_errors_disqualify() -> None:
     result = asyncio.run(Search(model.apply, failing, target_ms=20).run(START, SPACE))
     assert result.winner is not None
     assert not result.winner.setting.batches_requests
-    assert any("3 of 103 failed: HTTP 500: why" in trial.why for trial in result.trials)
+    assert any("3 of 103 failed: HTTP 500: why" in trial.reason for trial in result.trials)
 
 
 def test_the_best_are_measured_again_by_turns() -> None:

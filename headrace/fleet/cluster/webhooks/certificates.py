@@ -70,35 +70,37 @@ def read_secret(secret: Document) -> Certificates | None:
 def issue(names: Iterable[str], now: datetime, lifetimes: Lifetimes) -> Certificates:
     """Issue a new authority and a new certificate."""
     authority, key = _issue_authority(now, lifetimes)
-    certificate, own = _issue_certificate(authority, key, names, now, lifetimes)
-    return Certificates(_pem(authority), _pem_key(key), _pem(certificate), _pem_key(own))
+    certificate, private_key = _issue_certificate(authority, key, names, now, lifetimes)
+    return Certificates(_pem(authority), _pem_key(key), _pem(certificate), _pem_key(private_key))
 
 
 def renew(
-    kept: Certificates, names: Iterable[str], now: datetime, lifetimes: Lifetimes, *, known: bool
+    stored: Certificates, names: Iterable[str], now: datetime, lifetimes: Lifetimes, *, known: bool
 ) -> Certificates:
     """Renew what expires soon; return the same object if nothing does.
 
     known: all stored authorities are registered, and API servers have had time to notice.
     """
-    wanted = tuple(dict.fromkeys(names))
-    authorities, leaf = _load(kept.authorities), _load(kept.certificate)[0]
+    desired_names = tuple(dict.fromkeys(names))
+    authorities, leaf = _load(stored.authorities), _load(stored.certificate)[0]
     lasting = [authorities[0], *(old for old in authorities[1:] if old.not_valid_after_utc > now)]
     if lasting[0].not_valid_after_utc <= now:
-        return issue(wanted, now, lifetimes)  # all authorities have expired
+        return issue(desired_names, now, lifetimes)  # all authorities have expired
     if lasting[0].not_valid_after_utc - now < lifetimes.authority_left:
         authority, key = _issue_authority(now, lifetimes)
-        return replace(kept, authorities="".join(map(_pem, [authority, *lasting])), authority_key=_pem_key(key))
-    missing = not set(wanted) <= _names(leaf)
+        return replace(stored, authorities="".join(map(_pem, [authority, *lasting])), authority_key=_pem_key(key))
+    missing = not set(desired_names) <= _names(leaf)
     ends = leaf.not_valid_after_utc - now < lifetimes.certificate_left
     if (ends or missing) and (known or len(lasting) == 1 or leaf.not_valid_after_utc <= now):
         # Keep the names of the old certificate: another replica may have another name.
-        both = wanted if ends else (*wanted, *sorted(_names(leaf) - set(wanted)))
-        certificate, own = _issue_certificate(lasting[0], _key(kept.authority_key), both, now, lifetimes)
-        kept = replace(kept, certificate=_pem(certificate), key=_pem_key(own))
+        certificate_names = desired_names if ends else (*desired_names, *sorted(_names(leaf) - set(desired_names)))
+        certificate, private_key = _issue_certificate(
+            lasting[0], _key(stored.authority_key), certificate_names, now, lifetimes
+        )
+        stored = replace(stored, certificate=_pem(certificate), key=_pem_key(private_key))
     if len(lasting) < len(authorities):
-        kept = replace(kept, authorities="".join(map(_pem, lasting)))
-    return kept
+        stored = replace(stored, authorities="".join(map(_pem, lasting)))
+    return stored
 
 
 def _issue_authority(now: datetime, lifetimes: Lifetimes) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -204,36 +206,36 @@ class CertificateStore:
         """
         for _ in range(_TRIES):
             secret = await self._api.get(SECRETS, self._settings.namespace, SECRET)
-            kept = read_secret(secret) if secret is not None else None
-            wanted = self._wanted(kept, leads=leads, known=known)
-            if wanted is kept:
-                return wanted
+            stored = read_secret(secret) if secret is not None else None
+            desired = self._wanted(stored, leads=leads, known=known)
+            if desired is stored:
+                return desired
             try:
-                await self._write(secret, wanted)
+                await self._write(secret, desired)
             except ApiError as error:
                 if error.code != 409:  # another replica was faster
                     raise
                 continue
             log.info("wrote new webhook certificates to the Secret %s/%s", self._settings.namespace, SECRET)
-            return wanted
+            return desired
         raise ApiError(409, "Conflict", f"the Secret {SECRET} is written by other processes all the time")
 
-    def _wanted(self, kept: Certificates | None, *, leads: bool, known: str) -> Certificates:
+    def _wanted(self, stored: Certificates | None, *, leads: bool, known: str) -> Certificates:
         settings, now = self._settings, self._now()
-        if kept is None:
+        if stored is None:
             return issue(settings.names, now, settings.lifetimes)
         if not leads:
-            return kept
-        return renew(kept, settings.names, now, settings.lifetimes, known=known == kept.authorities)
+            return stored
+        return renew(stored, settings.names, now, settings.lifetimes, known=known == stored.authorities)
 
-    async def _write(self, secret: Document | None, wanted: Certificates) -> None:
+    async def _write(self, secret: Document | None, desired: Certificates) -> None:
         body: dict[str, object] = {
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {"name": SECRET},
             "type": "Opaque",
             **(secret or {}),
-            "data": wanted.data(),
+            "data": desired.data(),
         }
         if secret is None:
             try:

@@ -95,18 +95,18 @@ class WebhookRegistrar:
     async def register(self, authorities: str) -> bool:
         """Write the configurations that differ. Return whether none did. Raises ApiError or Unreachable."""
         owner = await self._owner()
-        same = True
-        for served, wanted in zip(
+        unchanged = True
+        for served, desired in zip(
             (MUTATING, VALIDATING), configurations(self._settings, authorities, owner), strict=True
         ):
-            same &= not await self._write(served, wanted)
-        return same
+            unchanged &= not await self._write(served, desired)
+        return unchanged
 
-    async def _write(self, served: ServedResource, wanted: Document) -> bool:
+    async def _write(self, served: ServedResource, desired: Document) -> bool:
         live = await self._api.get(served, "", CONFIGURATION)
-        if live is not None and not differs(wanted, live):
+        if live is not None and not differs(desired, live):
             return False
-        await self._api.apply(served, wanted)
+        await self._api.apply(served, desired)
         log.info("%s %s %s", "created" if live is None else "corrected", served.resource.kind, CONFIGURATION)
         return True
 

@@ -102,9 +102,11 @@ def validate_document(request: Document, snapshot: ClusterSnapshot) -> Decision:
         return Decision()
     placed, lenient = _with_namespace(document, request), _lenient(snapshot.facts)
     problems = validate(placed, lenient)
-    known = set(validate(_with_namespace(before, request), lenient)) if problems and before is not None else set()
-    refusals = tuple(problem for problem in problems if problem not in known)
-    warned: list[Problem] = [problem for problem in problems if problem in known]
+    known_problems = (
+        set(validate(_with_namespace(before, request), lenient)) if problems and before is not None else set()
+    )
+    refusals = tuple(problem for problem in problems if problem not in known_problems)
+    warned: list[Problem] = [problem for problem in problems if problem in known_problems]
     if snapshot.complete:
         warned += [problem for problem in validate(placed, snapshot.facts) if problem not in problems]
     if snapshot.complete and not problems and not warned and kind_of(placed) == SERVICE:
@@ -204,20 +206,20 @@ _MIGRATED: tuple[_Path, ...] = (("spec", "engine"), ("spec", "model"), ("spec", 
 
 def drop_derived(service: Document, before: Document, facts: ClusterFacts) -> Document:
     """Remove defaults of the old version from an edited service, so that they are derived again."""
-    wanted = _last_applied(service)
+    applied = _last_applied(service)
     if "predictor" in get_mapping(service, "spec") and DEPRECATION_WARNING in annotations_of(before):
         # A predictor was migrated to these fields before; with them it would not be migrated again.
-        gone = [path for path in _MIGRATED if _same(service, before, path) and _value(wanted, path) is None]
-        for path in gone:
+        derived = [path for path in _MIGRATED if _same(service, before, path) and _value(applied, path) is None]
+        for path in derived:
             service = _without(service, path)
-    gone = [
+    derived = [
         path
         for path in _DERIVED
         if _same(service, before, path)
-        and _value(wanted, path) is None
+        and _value(applied, path) is None
         and _value(with_defaults(_without(before, path), facts), path) == _value(before, path)
     ]
-    for path in gone:
+    for path in derived:
         service = _without(service, path)
     return service
 

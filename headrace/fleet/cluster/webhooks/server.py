@@ -101,8 +101,8 @@ class Webhooks:
         await self._serve(certificates)
         if self._leads:
             # Known only if nothing was written: API servers take a moment to notice a change.
-            same = await self._registrar.register(certificates.authorities)
-            self._authorities = certificates.authorities if same else ""
+            unchanged = await self._registrar.register(certificates.authorities)
+            self._authorities = certificates.authorities if unchanged else ""
 
     async def _serve(self, certificates: Certificates) -> None:
         self._expiry = certificates.expiry.timestamp()

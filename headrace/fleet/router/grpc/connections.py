@@ -212,7 +212,7 @@ class GrpcConnection(BatchingConnection):
         self.update_threshold = min(self.update_threshold, _UPDATE_BYTES)
         self.retired = False
         """Whether it takes no more calls, and closes after the last."""
-        self._why = ""
+        self._reason = ""
         address = pool.backend.address
         self.scheme, self.scheme_and_host = opening_blocks(address.scheme, address.grpc_host, address.grpc_port)
 
@@ -241,7 +241,7 @@ class GrpcConnection(BatchingConnection):
         self.write(greeting)
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
-            self._why = "the backend's TLS port does not offer HTTP/2"
+            self._reason = "the backend's TLS port does not offer HTTP/2"
             transport.abort()  # type: ignore[attr-defined]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -253,10 +253,10 @@ class GrpcConnection(BatchingConnection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End all streams."""
-        self._why = self._why or "the backend closed the connection"
+        self._reason = self._reason or "the backend closed the connection"
         super().connection_lost(exc)
         if not self.ready.done():
-            self.ready.set_exception(ConnectionError(self._why))
+            self.ready.set_exception(ConnectionError(self._reason))
 
     # Called by the pool.
 
@@ -312,11 +312,11 @@ class GrpcConnection(BatchingConnection):
     def whole_response(self, number: int, head_block: bytes, data: memoryview, tail_block: bytes) -> bool:
         """Handle a response that arrived whole. Returns False, and does nothing, if it needs the general path."""
         stream = cast("UpstreamStream | None", self.streams.get(number))
-        known = self._response_headers.known(head_block, tail_block)
+        response = self._response_headers.known(head_block, tail_block)
         size = len(data)
         if (
             stream is None
-            or known is None
+            or response is None
             or stream.response_started
             or not stream.local_closed
             or size > stream.receive_window
@@ -329,7 +329,7 @@ class GrpcConnection(BatchingConnection):
             self.send_window_update()
         stream.response_started = stream.remote_closed = True
         self._drop(stream)
-        stream.call.response_whole(stream, known[0], bytes(data), known[1])
+        stream.call.response_whole(stream, response[0], bytes(data), response[1])
         return True
 
     def end_of_stream(self, stream: Stream) -> None:
@@ -412,11 +412,11 @@ class GrpcConnection(BatchingConnection):
             self._pool.serve_waiting(self)
 
     def _fail(self, fault: Http2ConnectionError) -> None:
-        self._why = f"the backend violated HTTP/2: {fault.text}"
+        self._reason = f"the backend violated HTTP/2: {fault.text}"
         log.warning("%s violated HTTP/2: %s", self._pool.backend.name, fault.text)
         super()._fail(fault)
         if not self.ready.done():
-            self.ready.set_exception(ConnectionError(self._why))
+            self.ready.set_exception(ConnectionError(self._reason))
 
     def _send_goaway(self, code: ErrorCode, text: str) -> None:
         # A server opens no streams, so there is none that we could have processed.
@@ -433,7 +433,7 @@ class GrpcConnection(BatchingConnection):
         self.load = 0
         for stream in lost:
             stream.release()
-            _notify(stream.on_lost, self._why)
+            _notify(stream.on_lost, self._reason)
         for stream in unsent:
             if stream.unsent:
                 stream.release()

@@ -33,7 +33,7 @@ _MAX_TIMEOUT_MILLISECONDS = 99_999_999
 _REFUSED_STATUSES = frozenset((502, 503, 504))
 _ERROR_STATUSES = frozenset((Status.UNKNOWN, Status.INTERNAL, Status.DATA_LOSS))
 _MAX_HOPS = 8
-"""How often a call may have passed a router: a chain of routers is useful, a loop is not."""
+"""Maximum number of routers that a call passes: chains are useful, loops are not."""
 _ADDRESSES = re.compile(rb"[A-Za-z0-9 ,.:;\[\]_-]{1,1024}")
 _NEVER = HOP_BY_HOP | {b"host", b"x-forwarded-for", b"grpc-timeout"}
 """Fields of the connection, or written here."""
@@ -47,7 +47,7 @@ class ProxiedCallPlan:
 
     def __init__(self, head: RequestHead, client: str, *, keep_host: bool, trust_forwarded: bool) -> None:
         self.error: HeadraceError | None = None
-        """Why no call with this head is forwarded; None if they are."""
+        """Error for all calls with this head; None if they are forwarded."""
         self.timeout_seconds: float | None = None
         self.names_host = keep_host and bool(head.authority)
         """Whether the block has an `:authority`; if not, the backend's own is sent before it."""
@@ -77,10 +77,10 @@ class ProxiedCallPlan:
         """Return the block for a call that has waited: its backend gets the rest of the timeout."""
         if self.timeout_seconds is None:
             return self.block
-        left = round(1000 * (self.timeout_seconds - seconds))
-        if left > _MAX_TIMEOUT_MILLISECONDS:
+        milliseconds_left = round(1000 * (self.timeout_seconds - seconds))
+        if milliseconds_left > _MAX_TIMEOUT_MILLISECONDS:
             return self.block  # over a day: the wait does not matter
-        return self._without_timeout + encode_field(b"grpc-timeout", b"%dm" % max(left, 1))
+        return self._without_timeout + encode_field(b"grpc-timeout", b"%dm" % max(milliseconds_left, 1))
 
 
 def _copied_fields(head: RequestHead, trust: bool) -> list[Field]:
@@ -133,7 +133,7 @@ class ResponseBlock:
         refused = self.grpc_status == Status.UNAVAILABLE or status in _REFUSED_STATUSES
         erred = self.grpc_status in _ERROR_STATUSES or status >= 500
         self.outcome = Outcome.REFUSED if refused else Outcome.ERRED if erred else Outcome.OK
-        """What it means for the backend's health."""
+        """Outcome of the call, for the backend's health."""
         try:
             self.block = (encode_status(status) if status else b"") + encode_fields(kept)
         except ValueError:

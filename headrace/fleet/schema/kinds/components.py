@@ -86,10 +86,12 @@ def probe(name: str) -> Field:
     )
 
 
-def container_fields(*, named: bool) -> tuple[Field, ...]:
+def container_fields(*, needs_name: bool) -> tuple[Field, ...]:
     """Return the fields of a container. A runner needs no name: it is the main container."""
     return (
-        string("name", "Name of the container.", required=named, max_length=63, pattern=LABEL, example=MAIN_CONTAINER),
+        string(
+            "name", "Name of the container.", required=needs_name, max_length=63, pattern=LABEL, example=MAIN_CONTAINER
+        ),
         string("image", "Image to run."),
         choice("imagePullPolicy", "", "Always", "Never", "IfNotPresent"),
         strings("command", "Command, instead of the image's."),
@@ -114,11 +116,11 @@ def container_fields(*, named: bool) -> tuple[Field, ...]:
 
 MORE_CONTAINER_FIELDS = ("stdinOnce", "volumeDevices", "resizePolicy", "restartPolicy", "restartPolicyRules")
 """The other fields of a container in Kubernetes 1.34."""
-CONTAINER = record("", "", *container_fields(named=True), own_checks=True, unchecked=MORE_CONTAINER_FIELDS)
+CONTAINER = record("", "", *container_fields(needs_name=True), own_checks=True, unchecked=MORE_CONTAINER_FIELDS)
 RUNNER = record(
     "runner",
     "The main container. Merged with the runtime's.",
-    *container_fields(named=False),
+    *container_fields(needs_name=False),
     unchecked=MORE_CONTAINER_FIELDS,
 )
 
@@ -224,7 +226,7 @@ AUTOSCALER = record(
         "keda",
         "For KEDA: copied to the ScaledObject.",
         list_of("triggers", "Triggers; at least one.", record("", ""), required=True),
-        integer("pollingInterval", "Seconds between looks at the triggers.", minimum=1),
+        integer("pollingInterval", "Seconds between polls of the triggers.", minimum=1),
         integer("cooldownPeriod", "Seconds without activity before it scales to zero.", minimum=0),
         integer("idleReplicaCount", "Replicas while no trigger is active; less than minReplicas.", minimum=0),
         any_value("fallback", "Replicas while triggers fail."),

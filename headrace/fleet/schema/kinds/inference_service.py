@@ -81,7 +81,7 @@ _SPEC = record(
             string("storageUri"),
             string("protocolVersion"),
             strings("fineTunedWeights"),
-            *container_fields(named=False),
+            *container_fields(needs_name=False),
             unchecked=MORE_CONTAINER_FIELDS,
         ),
         rename_field(WORKER, "workerSpec"),

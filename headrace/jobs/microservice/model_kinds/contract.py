@@ -80,7 +80,7 @@ class ModelKind(Protocol):
     def parameters(self) -> tuple[Parameter, ...]:
         """Return the parameters of an inference request."""
 
-    async def infer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results of an inference request. `InvalidArgument` names the wrong parameter."""
 
     async def chat(self, chat: Chat) -> ChatAnswer:

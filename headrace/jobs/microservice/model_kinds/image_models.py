@@ -70,9 +70,9 @@ class ClassifierKind:
         self._model = model
         self._output = output
 
-    async def infer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Run an inference request."""
-        read = read_parameters(self.parameters, given)
+        read = read_parameters(self.parameters, fields)
         urls = read["images"]
         results = await self._model.run(urls, read["batch_size"])
         predictions = []
@@ -134,9 +134,9 @@ class DetectorKind:
         self._model = model
         self._anchors = anchors
 
-    async def infer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Run an inference request."""
-        read = read_parameters(self.parameters, given)
+        read = read_parameters(self.parameters, fields)
         urls = read["images"]
         limits = DetectionLimits(read["confidence_threshold"], read["iou_threshold"], read["max_detections"])
         results = await self._model.run(urls, read["batch_size"])

@@ -46,9 +46,9 @@ class LanguageKind:
         self.parameters: tuple[Parameter, ...] = _usable(profile.inference, has_vision)
         self._chat_parameters = _usable(profile.chat, has_vision)
 
-    async def infer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Generate text for an inference request."""
-        read = read_parameters(self.parameters, given)
+        read = read_parameters(self.parameters, fields)
         text = require_text(read)
         items = [
             MediaItem(url, media_type, f"{name}[{index}]")

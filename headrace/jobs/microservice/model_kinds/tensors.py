@@ -47,9 +47,9 @@ class TensorsKind:
         self._model = config.name
         self._types = {spec.name: spec.dtype or FP32 for spec in config.inputs}
 
-    async def infer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Run an inference request."""
-        inputs = read_parameters(self.parameters, given)["inputs"]
+        inputs = read_parameters(self.parameters, fields)["inputs"]
         names = ", ".join(self._types)
         if not inputs:
             raise InvalidArgument(f"'inputs' is required: an object with {names}, each nested lists of values")
@@ -94,9 +94,9 @@ class EmbeddingKind:
         self._model = model
         self._shape = (1, 1) if batched else (1,)
 
-    async def infer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Run an inference request."""
-        texts = read_parameters(self.parameters, given)["input"]
+        texts = read_parameters(self.parameters, fields)["input"]
         if not texts or not all(texts):
             raise InvalidArgument(
                 "'input' (or 'text') is required: give a string or a list of strings, none of them empty"

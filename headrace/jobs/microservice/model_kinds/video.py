@@ -45,9 +45,9 @@ class VideoKind:
         self._waiting = 0
         self.parameters: tuple[Parameter, ...] = profile.inference
 
-    async def infer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Generate a video for an inference request."""
-        read = read_parameters(self.parameters, given)
+        read = read_parameters(self.parameters, fields)
         items = [MediaItem(url, "", f"media[{index}]") for index, url in enumerate(read["media"] or ())]
         request = await self._request(require_text(read), items, read)
         video = await self._queue(request)

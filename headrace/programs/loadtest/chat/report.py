@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTML report of runs with SVG charts, without libraries."""
+"""An HTML report of runs with SVG charts, and writing results to a folder or an object store."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from headrace.core.errors import InvalidArgument
+from headrace.models.storage.locations import LocalLocation, ObjectLocation, parse_location
+from headrace.models.storage.object_stores import upload
 from headrace.programs.loadtest.chat.runner import ChatRun, at
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 _WIDTH, _HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 28, 44
 _TICKS = 5
+_PROBE = ".headrace-bench"
 
 Point = tuple[float, float, str]
 """X, Y, and the label of the point."""
@@ -25,8 +30,8 @@ class Chart:
     """A line chart."""
 
     title: str
-    across: str
-    up: str
+    x_label: str
+    y_label: str
     lines: Mapping[str, Sequence[Point]]
     """By the name of the line."""
     labelled: bool = False
@@ -45,8 +50,8 @@ def svg(chart: Chart) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" class="chart">',
         _text(_LEFT, 18, chart.title, weight="bold"),
         *_grid(max_x, max_y),
-        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, chart.across, anchor="middle"),
-        _text(14, (_TOP + _HEIGHT - _BOTTOM) / 2, chart.up, anchor="middle", rotated=True),
+        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, chart.x_label, anchor="middle"),
+        _text(14, (_TOP + _HEIGHT - _BOTTOM) / 2, chart.y_label, anchor="middle", rotated=True),
     ]
     for number, (name, line) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
@@ -77,20 +82,20 @@ def _grid(max_x: float, max_y: float) -> list[str]:
     return parts
 
 
-def _x(value: float, most: float) -> float:
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / most
+def _x(value: float, axis_end: float) -> float:
+    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / axis_end
 
 
-def _y(value: float, most: float) -> float:
-    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / most
+def _y(value: float, axis_end: float) -> float:
+    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / axis_end
 
 
-def _nice(most: float) -> float:
+def _nice(maximum: float) -> float:
     """Return the end of an axis: the next 1, 2, 2.5 or 5 times a power of ten."""
-    if most <= 0:
+    if maximum <= 0:
         return 1.0
-    unit = 10.0 ** math.floor(math.log10(most))
-    return next(unit * step for step in (1.0, 2.0, 2.5, 5.0, 10.0) if unit * step >= most * 0.999999)
+    unit = 10.0 ** math.floor(math.log10(maximum))
+    return next(unit * step for step in (1.0, 2.0, 2.5, 5.0, 10.0) if unit * step >= maximum * 0.999999)
 
 
 def _text(
@@ -147,10 +152,9 @@ def charts(runs: Sequence[ChatRun]) -> list[Chart]:
     """Return the charts: throughput against latency; latencies and throughput against concurrency."""
     scenarios = list(dict.fromkeys(run.scenario for run in runs))
 
-    def lines(across: Callable[[ChatRun], float], up: Callable[[ChatRun], float]) -> dict[str, list[Point]]:
+    def lines(x: Callable[[ChatRun], float], y: Callable[[ChatRun], float]) -> dict[str, list[Point]]:
         return {
-            name: [(across(run), up(run), f"{run.concurrency}") for run in runs if run.scenario == name]
-            for name in scenarios
+            name: [(x(run), y(run), f"{run.concurrency}") for run in runs if run.scenario == name] for name in scenarios
         }
 
     def concurrency(run: ChatRun) -> float:
@@ -194,3 +198,42 @@ def _errors(runs: Sequence[ChatRun]) -> list[str]:
         for run in runs
         for kind, count in run.errors.items()
     ]
+
+
+def check_output(output: str) -> None:
+    """Write a small file before a long measurement, so that errors show early. In an object store it stays."""
+    location = _parse_output(output)
+    if isinstance(location, ObjectLocation):
+        upload(_below(location, _PROBE), b"", None)
+        return
+    try:
+        location.path.mkdir(parents=True, exist_ok=True)
+        probe = location.path / _PROBE
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise InvalidArgument(f"--output {output}: cannot be written ({error.strerror})") from None
+
+
+def write_results(output: str, files: Mapping[str, bytes]) -> None:
+    """Write files; existing ones are replaced."""
+    location = _parse_output(output)
+    for name, content in files.items():
+        if isinstance(location, ObjectLocation):
+            upload(_below(location, name), content, None)
+            continue
+        try:
+            (location.path / name).write_bytes(content)
+        except OSError as error:
+            raise InvalidArgument(f"--output {Path(output) / name}: {error.strerror}") from None
+
+
+def _parse_output(output: str) -> LocalLocation | ObjectLocation:
+    location = parse_location(output)
+    if isinstance(location, LocalLocation | ObjectLocation):
+        return location
+    raise InvalidArgument(f"--output {location}: cannot be written; give a folder, s3://, gs:// or az://")
+
+
+def _below(location: ObjectLocation, name: str) -> ObjectLocation:
+    return replace(location, key=f"{location.key}/{name}" if location.key else name)

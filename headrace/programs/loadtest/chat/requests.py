@@ -60,15 +60,17 @@ class Prompts:
 
     def calibrate(self, samples: Sequence[tuple[int, int]]) -> None:
         """Set the tokens per word from two samples of different length: (words, tokens that the server counted)."""
-        (few, least), (many, most) = sorted(samples)
-        if many > few and most > least:
-            self.tokens_per_word = (most - least) / (many - few)
-            self.overhead = max(0.0, least - few * self.tokens_per_word)
+        (few, fewest_tokens), (many, most_tokens) = sorted(samples)
+        if many > few and most_tokens > fewest_tokens:
+            self.tokens_per_word = (most_tokens - fewest_tokens) / (many - few)
+            self.overhead = max(0.0, fewest_tokens - few * self.tokens_per_word)
 
     def image(self, width: int, height: int) -> str:
         """Return an image of that size as a data URL, with stripes of random colours."""
         row = bytes(self._rng.randrange(256) for _ in range(3 * width))
-        lines = b"".join(b"\0" + row[3 * (at % width) :] + row[: 3 * (at % width)] for at in range(height))
+        lines = b"".join(
+            b"\0" + row[3 * (row_number % width) :] + row[: 3 * (row_number % width)] for row_number in range(height)
+        )
         header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
         chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 1)), (b"IEND", b"")]
         png = b"\x89PNG\r\n\x1a\n" + b"".join(_png_chunk(*chunk) for chunk in chunks)
@@ -127,7 +129,7 @@ def _png_chunk(kind: bytes, content: bytes) -> bytes:
 
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
-_IMAGE_PROMPT = "Describe what is to be seen."
+_IMAGE_PROMPT = "Describe what is shown."
 
 
 @dataclass

@@ -73,9 +73,11 @@ class ChatRun:
     def gap_ms(self) -> list[float]:
         """Return the times between two chunks of an answer, for all answers."""
         pairs = (
-            (one, other) for answer in self.answers for one, other in zip(answer.times, answer.times[1:], strict=False)
+            (earlier, later)
+            for answer in self.answers
+            for earlier, later in zip(answer.times, answer.times[1:], strict=False)
         )
-        return [(other - one) * 1000 for one, other in pairs]
+        return [(later - earlier) * 1000 for earlier, later in pairs]
 
     def latency_ms(self) -> list[float]:
         """Return the time from the request to the end of its answer, for each answer."""
