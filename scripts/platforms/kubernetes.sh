@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # A real Kubernetes API for tests: etcd, kube-apiserver and kube-controller-manager on loopback; no kubelet, no scheduler.
 #
-#   kubernetes.sh install     packages, and the two servers built from Debian's source into ~/.cache/headrace (6 to 10
+#   kubernetes.sh install     packages, and the servers built from Debian's source into ~/.cache/headrace (6 to 10
 #                             minutes, once; nothing is done where they are there, also by another clone's call)
 #   kubernetes.sh start DIR   start all three on free ports, with their state under DIR; DIR/kubeconfig is the
 #                             administrator's, DIR/bin has kubectl
 #   kubernetes.sh stop DIR    end them; DIR stays, for its logs
+#   kubernetes.sh bin         print the folder of the programs, among them those of a node for kubernetes_node.sh
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -16,6 +17,7 @@ version=1.20.2
 recipe=$(cat "$here/kubernetes.sh" "$here/patch120.py" | sha256sum | cut -c1-12)
 kept=${XDG_CACHE_HOME:-${HOME:-$root/build}/.cache}/headrace/kubernetes-$version-$(uname -m)-$recipe
 bin=$kept/bin
+commands=(kube-apiserver kube-controller-manager kubectl kube-scheduler kubelet kube-proxy)
 
 packages() {
   local missing=()
@@ -77,15 +79,19 @@ build_servers() (
     flags="$flags -X $in.gitVersion=v$version -X $in.gitMajor=1 -X $in.gitMinor=20 -X $in.gitTreeState=clean -X $in.gitCommit=debian"
   done
   mkdir -p "$bin"
-  for command in kube-apiserver kube-controller-manager kubectl; do
-    go build -trimpath -ldflags="$flags" -o "$work/$command" "k8s.io/kubernetes/cmd/$command"
+  # Clouds and Docker are a third of what would be compiled, and are not used.
+  for command in "${commands[@]}"; do
+    go build -tags providerless,dockerless -trimpath -ldflags="$flags" -o "$work/$command" "k8s.io/kubernetes/cmd/$command"
     mv "$work/$command" "$bin/.$command" # from another file system, perhaps
     mv "$bin/.$command" "$bin/$command"
   done
 )
 
 built() {
-  [ -x "$bin/kube-apiserver" ] && [ -x "$bin/kube-controller-manager" ] && [ -x "$bin/kubectl" ]
+  local command
+  for command in "${commands[@]}"; do
+    [ -x "$bin/$command" ] || return 1
+  done
 }
 
 install() {
@@ -96,7 +102,7 @@ install() {
   exec 9>"$kept/lock"
   flock 9 # another call may be building
   built && return
-  echo "building kube-apiserver $version: 6 to 10 minutes, this once" >&2
+  echo "building Kubernetes $version: 6 to 10 minutes, this once" >&2
   rm -rf "$build/work"
   mkdir -p "$build/work"
   fetch_source "$build/work"
@@ -189,8 +195,9 @@ case ${1:-} in
   install) install ;;
   start) start "${2:?a folder}" ;;
   stop) stop "${2:?a folder}" ;;
+  bin) echo "$bin" ;;
   *)
-    sed -n '3,10p' "${BASH_SOURCE[0]}" >&2
+    sed -n '3,11p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac

@@ -10,6 +10,7 @@ from headrace.fleet.install.settings import (
     PORT,
     ManifestSettings,
     container_security,
+    life_probes,
     metadata,
     pod_metadata,
     pull_secrets,
@@ -94,7 +95,7 @@ def _container(settings: ManifestSettings) -> dict[str, Any]:
             f"--grace-seconds={GRACE_SECONDS}",
         ],
         "ports": [{"name": "metrics", "containerPort": PORT, "protocol": "TCP"}],
-        "livenessProbe": {"httpGet": {"path": "/healthz", "port": PORT}, "initialDelaySeconds": 5, "periodSeconds": 20},
+        **life_probes(),
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": PORT}, "periodSeconds": 2},
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
         # Held requests have their bodies in memory: 256 MiB for each service at most.

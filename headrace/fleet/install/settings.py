@@ -77,6 +77,15 @@ def pod_metadata(program: str) -> dict[str, Any]:
     return {"labels": program_labels(program), "annotations": annotations}
 
 
+def life_probes() -> dict[str, Any]:
+    """Return the probes of a program: five minutes to start, which on a busy node is needed; then its life."""
+    probe = {"httpGet": {"path": "/healthz", "port": PORT}}
+    return {
+        "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": 150},
+        "livenessProbe": {**probe, "periodSeconds": 20},
+    }
+
+
 def container_security() -> dict[str, Any]:
     """Return the security context of a container without privileges."""
     return {
