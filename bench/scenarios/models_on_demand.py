@@ -152,7 +152,16 @@ async def send(
 @contextmanager
 def serving(log: Path, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> Iterator[int]:
     """Run a server; yield its HTTP port. `environment`: variables beside those of this process."""
-    command = [sys.executable, "-m", "headrace", "serve", *map(str, arguments), "--http-port", "0", "--allow-grpc=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "serve",
+        *map(str, arguments),
+        "--http-port",
+        "0",
+        "--allow-grpc=false",
+    ]
     with (
         log.open("wb") as file,
         subprocess.Popen(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster of one real node for tests, run by `scripts/platforms/kubernetes_node.sh`: pods run, Services lead to them.
 
-It has the images of `node_image`. This process reaches pods and Services by their own addresses; they reach nothing else. It ends with the pipe to its standard input, also when this process is killed.
+It has the images of `node_image`. This process reaches pods and Services by their own addresses; they reach nothing else.
+It ends with the pipe to its standard input, also when this process is killed.
 """
 
 from __future__ import annotations
