@@ -46,7 +46,7 @@ def test_the_targets_are_listed_and_an_unknown_name_is_refused() -> None:
     assert all(name in listed.stdout for name in TARGETS)
     wrong = fuzz("htpp1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "no target 'htpp1'" in wrong.stderr
+    assert "unknown target 'htpp1'" in wrong.stderr
 
 
 def test_a_file_that_is_not_there() -> None:
