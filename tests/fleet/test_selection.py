@@ -298,7 +298,7 @@ def test_the_order_is_namespace_then_score_then_size_then_name() -> None:
 def test_scores(offered: list[Json], score: int, upstream: bool) -> None:
     created_model = model()
     index = facts(created_model, runtime("rt", *offered), upstream=upstream).derived(runtime_index)
-    assert index.answer(created_model, index.available("default")[0]).score == score
+    assert index.match(created_model, index.available("default")[0]).score == score
 
 
 def test_a_named_runtime_is_used_without_autoselect_but_only_if_it_fits() -> None:
