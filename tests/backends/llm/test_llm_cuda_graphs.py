@@ -33,6 +33,7 @@ from support.adapters import merged_answers, save_adapters
 from support.architectures import Architecture, covered
 from support.fused_experts import plain_products
 from support.llm_models import tiny_llama, tiny_mistral
+from support.llm_steps import check_company
 from support.paged_attention import plain_attention
 
 PAGE, SEATS, LENGTH = 8, 5, 160
@@ -82,14 +83,14 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def _prepared_for_good(self: Any, compiled: bool, **options: Any) -> Any:
     self.model.config._attn_implementation = cuda_attention.ATTENTION
     for module in self._modules:
-        cuda_attention.attach(module)
+        cuda_attention.attach(module, self.split)
     for module in fused_experts.expert_modules(self.model):
         module.config._experts_implementation = fused_experts.EXPERTS
     return nullcontext()
 
 
 def opened(
-    folder: Path, pages: int = 200, step_tokens: int = 64, slots: int = 0
+    folder: Path, pages: int = 200, step_tokens: int = 64, slots: int = 0, fixed_rows: int = 0
 ) -> tuple[Any, cuda_graphs.CudaGraphRunner]:
     """A model as transformers has it, and a runner of another one with the same weights, perhaps with slots for adapters."""
     from transformers import AutoModelForCausalLM
@@ -113,6 +114,7 @@ def opened(
         max_length=LENGTH,
         max_step_tokens=step_tokens,
         compiled=False,
+        fixed_rows=fixed_rows,
     )
     return theirs, runner
 
@@ -392,3 +394,33 @@ def test_graphs_of_each_architecture_generate_what_transformers_does(
     theirs, runner = opened(architecture.make(tmp_path / "model"))
     requests = mixture(5)
     assert generated(runner, requests) == [wanted(theirs, *request) for request in requests]
+
+
+@pytest.mark.parametrize(("make", "rows"), [(tiny_llama, 16), (tiny_mistral, 3)])
+def test_graphs_of_fixed_rows_compute_the_same_in_any_company(
+    no_device: None, tmp_path: Path, make: Callable[[Path], Path], rows: int
+) -> None:
+    theirs, runner = opened(make(tmp_path / "model"), fixed_rows=rows)
+    assert [graph.size for graph in runner.graphs.mixed] == [runner.block_rows]
+    assert runner.graphs.batches == []
+    requests = mixture(8)
+    assert generated(runner, requests) == [wanted(theirs, *request) for request in requests]
+    check_company(runner, others=SEATS - 3)
+
+
+def test_prompts_with_logprobs_go_beside_graphs_of_fixed_rows(no_device: None, tmp_path: Path) -> None:
+    theirs, runner = opened(tiny_llama(tmp_path / "llama"), fixed_rows=8)
+    _compute_kernel_by_kernel_as_usual(runner)
+    requests = mixture(6)
+    receivers = [PromptLogprobs(prompt, 2) if number % 2 else None for number, (prompt, _) in enumerate(requests)]
+    found = generated(runner, requests, receivers=receivers)
+    assert found == [wanted(theirs, *request) for request in requests]
+
+
+def test_blocks_become_smaller_until_equal_rows_are_alike(
+    no_device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "are_alike", lambda logits: len(logits) < cuda_graphs.MAX_PROMPTS + 5)
+    _, runner = opened(tiny_llama(tmp_path / "llama"), fixed_rows=16)
+    assert runner.block_rows == 4
+    assert caplog.text.count("trying smaller blocks") == 2
