@@ -67,6 +67,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="of the longest answer")
     parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="of the model")
     parser.add_argument("--sampled", action="store_true", help="measure temperature 0.8 and top_p 0.95 as well")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="measure the model with parameter deterministic as well"
+    )
     parser.add_argument("--no-transformers", action="store_true")
     arguments = parser.parse_args()
     prepare_run()
@@ -182,13 +185,18 @@ async def headrace(
     more = "\n".join(
         f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()
     )
-    for name, dtype in (("model", "auto"), ("exact", "float32")):
+    also = [("deterministic", "auto")] if arguments.deterministic else []
+    for name, dtype in (("model", "auto"), ("exact", "float32"), *also):
         (repository / name / "1").mkdir(parents=True)
         text = CONFIG.format(
             kind=kind, folder=folder / "model", length=1100, streams=arguments.streams, dtype=dtype, more=more
         )
         # The second model is there to compare answers; it shall not have the memory of the first.
         exact = 'parameters { key: "kv_cache_bytes" value { string_value: "1000000000" } }\n' if name == "exact" else ""
+        if name == "deterministic":
+            exact = 'parameters { key: "deterministic" value { string_value: "true" } }\n'
+        if also and name != "exact":  # both have the same memory
+            exact += 'parameters { key: "kv_cache_bytes" value { string_value: "8000000000" } }\n'
         (repository / name / "config.pbtxt").write_text(text + "\n" + exact)
     engine = open_engine(EngineSettings((repository,)))
     say("loading")
@@ -207,6 +215,17 @@ async def headrace(
         figures[f"{arguments.streams} streams, {sampling}"] = await closed_loop(
             engine.plane, "model", many, arguments.streams, sampled=sampling == "sampled"
         )
+    for name in ("model", "deterministic") if also else ():
+        if name != "model":
+            say("deterministic")
+            figures[f"{name}: batch 1"] = await closed_loop(engine.plane, name, [single], 1)
+            for sampling in ("greedy", "sampled")[: 1 + arguments.sampled]:
+                figures[f"{name}: {arguments.streams} streams, {sampling}"] = await closed_loop(
+                    engine.plane, name, many, arguments.streams, sampled=sampling == "sampled"
+                )
+        figures[f"{name}: greedy answers equal alone and in company"] = await in_company(
+            engine.plane, name, equal, many, arguments.streams
+        )
     if arguments.device == "cuda":
         figures["memory after the requests, MB"] = memory()
     texts: list[str] = []
@@ -214,6 +233,16 @@ async def headrace(
     say("unloading")
     await engine.close(10)
     return figures, texts
+
+
+async def in_company(plane: Any, model: str, requests: list[Request], others: list[Request], streams: int) -> str:
+    """How many answers are the same one at a time and between other requests."""
+    alone: list[str] = []
+    together: list[str] = []
+    await closed_loop(plane, model, requests, 1, texts=alone)
+    mixed = [others[number % len(others)] for number in range(2 * streams)]
+    await closed_loop(plane, model, [*mixed[:streams], *requests, *mixed[streams:]], streams, texts=together)
+    return f"{sum(map(str.__eq__, alone, together[streams:]))} of {len(requests)}"
 
 
 async def closed_loop(

@@ -11,12 +11,19 @@ import torch
 def plain_attention(
     query: Any, new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any, table: Any, row_tiles: Any, tiles: Any,
     page_size: int, scale: float, window: int, cap: float = 0.0, sinks: Any = None,
+    split: int = 0,
 ) -> Any:  # fmt: skip
-    """Return what `cuda_attention` returns, computed in PyTorch on any device; write the new keys and values."""
+    """Return what `cuda_attention` returns, computed in PyTorch on any device; write the new keys and values.
+
+    With a `split`, each token is computed by itself.
+    """
     keys[slots.long()], values[slots.long()] = new_keys, new_values
+    every = [*row_tiles.tolist(), *tiles.tolist()]
+    if split:
+        every = [(row, first + n, 1, at + n) for row, first, count, at in every for n in range(count)]
     out = query.new_full((*query.shape[:2], values.shape[2]), float("nan"))
     group = query.shape[1] // keys.shape[1]
-    for row, first, count, position in [*row_tiles.tolist(), *tiles.tolist()]:
+    for row, first, count, position in every:
         places = torch.arange(position + count, device=query.device)
         slot = table[row].long()[places // page_size] * page_size + places % page_size
         key, value = (part[slot].repeat_interleave(group, 1) for part in (keys, values))

@@ -538,7 +538,12 @@ class _EngineFactory:
         components = EngineComponents(
             runner,
             scheduler,
-            Sampler(runner.model.config.get_text_config().vocab_size, device, runner.dtype),
+            Sampler(
+                runner.model.config.get_text_config().vocab_size,
+                device,
+                runner.dtype,
+                separate_rows=settings.deterministic,
+            ),
             self._limits(runner, scheduler),
         )
         if settings.kv_host_bytes:

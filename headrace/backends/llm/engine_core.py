@@ -602,7 +602,9 @@ def _sampling_states(chunks: Sequences[Chunk]) -> list[SamplingState]:
 def make_scheduler(runner: ModelRunner, *, max_running: int, max_step_tokens: int, prefix_cache: bool) -> Scheduler:
     """Return a scheduler over the pages of a runner's KV cache."""
     pool = PagePool(runner.cache.pages, runner.page_size, prefix_cache=prefix_cache)
-    return Scheduler(pool, max_running=max_running, max_step_tokens=max_step_tokens)
+    scheduler = Scheduler(pool, max_running=max_running, max_step_tokens=max_step_tokens)
+    scheduler.shares_all_prompts = not runner.fixed_rows
+    return scheduler
 
 
 def _out_of_memory(error: Exception) -> bool:

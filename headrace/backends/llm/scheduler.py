@@ -77,6 +77,8 @@ class Scheduler:
         """Drafts tokens of sequences that may speculate; None: no speculative decoding."""
         self.max_draft_rows = 0
         """Rows of a step up to which drafts are added."""
+        self.shares_all_prompts = True
+        """Whether others may use pages of prompts whose log-probabilities are wanted: they may be computed another way."""
         self._drafts_paused = False
         """Whether a step with drafts ran out of device memory."""
         self.drafts = 0
@@ -504,7 +506,7 @@ class Scheduler:
     def _register(self, sequence: Sequence, chunk: Chunk) -> None:
         """Add the pages that this chunk has filled to the prefix cache, as far as their tokens are known."""
         pool = self.pool
-        if not pool.prefix_cache:
+        if not pool.prefix_cache or (sequence.prompt_logprobs is not None and not self.shares_all_prompts):
             return
         full = min(chunk.end, len(sequence.tokens)) // pool.page_size
         first = chunk.start // pool.page_size

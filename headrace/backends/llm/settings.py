@@ -38,6 +38,8 @@ max_host_adapters   adapters on demand in host memory; 32, and at least max_adap
 max_lora_rank       largest rank of an adapter on demand; 16
 chat_template       a template file that replaces the model's own, path as in model_path
 default_max_tokens  maximum tokens of a completion whose request sets none; default: as many as fit
+deterministic       true: a greedy or seeded request gets the same tokens whatever other requests run; slower; false
+deterministic_rows  rows of a step that are computed together then, always so many; 256 on a GPU, 8 on a CPU
 compile, cuda_graphs
 how steps are computed on a GPU; true, if possible
 threads             CPU threads per operator; default: all cores
@@ -66,6 +68,8 @@ _GPU_RUNNING, _GPU_STEP_TOKENS = (256, 128, 64), (8192, 4096, 2048)
 """Largest first: the first that fits is the default, else the last."""
 _CPU_DRAFT_ROWS, _GPU_DRAFT_ROWS = 16, 64
 """With more rows a step takes longer for each row, instead of waiting for the weights: drafts no longer pay."""
+_CPU_FIXED_ROWS, _GPU_FIXED_ROWS = 8, 256
+"""More rows make prompts faster, fewer rows a single stream: a GPU reads all weights for each block of rows."""
 _SEQUENCE_TOKENS = 1024
 """The KV cache should hold this many tokens for each running sequence, or they would be preempted often."""
 _STEP_SHARE = 0.05
@@ -142,6 +146,8 @@ class LlmSettings:
     chat_template: str | None = None
     """The text of the template."""
     default_max_tokens: int | None = None
+    deterministic: bool = False
+    deterministic_rows: int | None = None
     compile: bool = True
     cuda_graphs: bool = True
     threads: int = 0
@@ -174,7 +180,14 @@ class LlmSettings:
             factor, draft_rows = _PREFIX_FACTOR, _GPU_DRAFT_ROWS
         running, step_tokens = self.max_running or running, self.max_step_tokens or step_tokens
         most = factor * running * -(-context // self.page_size)
-        return EngineSizes(running, step_tokens, min(pages, most), draft_rows if self.speculation else 0)
+        fixed_rows = self.deterministic_rows or (_CPU_FIXED_ROWS if free is None else _GPU_FIXED_ROWS)
+        return EngineSizes(
+            running,
+            step_tokens,
+            min(pages, most),
+            draft_rows if self.speculation else 0,
+            fixed_rows if self.deterministic else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +200,8 @@ class EngineSizes:
     """Pages of the KV cache."""
     draft_rows: int = 0
     """Rows of a step up to which drafted tokens are added to it; 0 without speculation."""
+    fixed_rows: int = 0
+    """Rows that are computed together, for answers that do not depend on other requests; 0: as many as there are."""
 
 
 def model_folder(config: ModelConfig, files: ModelFiles) -> Path:
@@ -207,6 +222,7 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
     speculation = parse_choice(parameters, "speculation", None, SPECULATIONS)
     _check_speculation(parameters, speculation)
     _check_offload(parameters)
+    _check_deterministic(parameters)
     lookup_max = parse_int(parameters, "prompt_lookup_max", 4, 64, 1)
     return LlmSettings(
         model_path=model_folder(config, files),
@@ -242,6 +258,8 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         **_parse_on_demand(parameters, files),
         chat_template=None if template is None else _read_text(_path(files, template), "chat_template"),
         default_max_tokens=parse_int(parameters, "default_max_tokens", None, 2**24, 1),
+        deterministic=parse_bool(parameters, "deterministic", False),
+        deterministic_rows=parse_int(parameters, "deterministic_rows", None, 8192, 1),
         compile=parse_bool(parameters, "compile", True),
         cuda_graphs=parse_bool(parameters, "cuda_graphs", True),
         threads=parse_int(parameters, "threads", 0, 1024),
@@ -286,6 +304,19 @@ def _check_offload(parameters: Mapping[str, str]) -> None:
                 raise InvalidArgument(f"parameter {name} needs kv_host_bytes: set it, or leave out {name}")
     if "kv_disk_bytes" in parameters and not parameters.get("kv_disk_path"):
         raise InvalidArgument("parameter kv_disk_bytes needs kv_disk_path: name a folder, or leave out kv_disk_bytes")
+
+
+def _check_deterministic(parameters: Mapping[str, str]) -> None:
+    """Refuse what would make answers depend on other requests, and a parameter that would be ignored."""
+    if not parse_bool(parameters, "deterministic", False):
+        if "deterministic_rows" in parameters:
+            raise InvalidArgument("parameter deterministic_rows needs deterministic: set it to true, or leave it out")
+        return
+    if parameters.get("tensor_parallel", "1").strip() != "1":
+        raise InvalidArgument("parameter deterministic does not work with tensor_parallel yet: leave out one of them")
+    for name in ("adapters", *_ON_DEMAND):
+        if parameters.get(name, "").strip():
+            raise InvalidArgument(f"parameter deterministic does not work with {name} yet: leave out one of them")
 
 
 def _first(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:

@@ -37,6 +37,7 @@ from support.architectures import Architecture, covered
 from support.fake_cuda_memory import FakeCudaDriver
 from support.fused_experts import plain_products
 from support.llm_models import tiny_llama, tiny_mistral
+from support.llm_steps import check_company
 from support.paged_attention import plain_attention
 
 PAGE, SEATS, LENGTH = 8, 5, 160
@@ -86,7 +87,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def _prepared_for_good(self: Any, compiled: bool, **options: Any) -> Any:
     self.model.config._attn_implementation = cuda_attention.ATTENTION
     for module in self._modules:
-        cuda_attention.attach(module)
+        cuda_attention.attach(module, self.split)
     for module in fused_experts.expert_modules(self.model):
         module.config._experts_implementation = fused_experts.EXPERTS
     return nullcontext()
@@ -98,6 +99,7 @@ def opened(
     step_tokens: int = 64,
     slots: int = 0,
     memory: StableMemory | None = None,
+    fixed_rows: int = 0,
 ) -> tuple[Any, cuda_graphs.CudaGraphRunner]:
     """A model as transformers has it, and a runner of another one with the same weights, perhaps with slots for adapters."""
     from transformers import AutoModelForCausalLM
@@ -123,6 +125,7 @@ def opened(
         max_step_tokens=step_tokens,
         compiled=False,
         placed=placed,
+        fixed_rows=fixed_rows,
     )
     return theirs, runner
 
@@ -437,3 +440,33 @@ def test_graphs_are_captured_again_if_addresses_change(no_device: None, tmp_path
     runner.wake(None)
     assert runner.graphs is not graphs
     assert generated(runner, requests) == [wanted(theirs, *requests[0])]
+
+
+@pytest.mark.parametrize(("make", "rows"), [(tiny_llama, 16), (tiny_mistral, 3)])
+def test_graphs_of_fixed_rows_compute_the_same_in_any_company(
+    no_device: None, tmp_path: Path, make: Callable[[Path], Path], rows: int
+) -> None:
+    theirs, runner = opened(make(tmp_path / "model"), fixed_rows=rows)
+    assert [graph.size for graph in runner.graphs.mixed] == [runner.block_rows]
+    assert runner.graphs.batches == []
+    requests = mixture(8)
+    assert generated(runner, requests) == [wanted(theirs, *request) for request in requests]
+    check_company(runner, others=SEATS - 3)
+
+
+def test_prompts_with_logprobs_go_beside_graphs_of_fixed_rows(no_device: None, tmp_path: Path) -> None:
+    theirs, runner = opened(tiny_llama(tmp_path / "llama"), fixed_rows=8)
+    _compute_kernel_by_kernel_as_usual(runner)
+    requests = mixture(6)
+    receivers = [PromptLogprobs(prompt, 2) if number % 2 else None for number, (prompt, _) in enumerate(requests)]
+    found = generated(runner, requests, receivers=receivers)
+    assert found == [wanted(theirs, *request) for request in requests]
+
+
+def test_blocks_become_smaller_until_equal_rows_are_alike(
+    no_device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "are_alike", lambda logits: len(logits) < cuda_graphs.MAX_PROMPTS + 5)
+    _, runner = opened(tiny_llama(tmp_path / "llama"), fixed_rows=16)
+    assert runner.block_rows == 4
+    assert caplog.text.count("trying smaller blocks") == 2

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.backends.cuda_memory import huge_pages, register, unregister
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -42,11 +44,12 @@ class HostPages:
     def allocate(self) -> None:
         """Take the memory, unless it is there."""
         if self._block is None:
-            block = torch.empty(self.slots, self.page_bytes, dtype=torch.uint8)
             if self._pinned and self.slots:
-                # PyTorch's own pinned memory is rounded up to a power of two, and kept when it is freed.
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
-            self._block = block
+                block = huge_pages(self.slots * self.page_bytes)
+                register(block)
+            else:
+                block = torch.empty(self.slots * self.page_bytes, dtype=torch.uint8)
+            self._block = block.view(self.slots, self.page_bytes)
             self._free = list(range(self.slots - 1, -1, -1))
 
     def release(self) -> int:
@@ -55,7 +58,7 @@ class HostPages:
             return 0
         freed = self.slots * self.page_bytes
         if self._pinned and self.slots:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr()))
+            unregister(self._block)
         self._block, self._free = None, []
         self._entries.clear()
         self._unpinned.clear()

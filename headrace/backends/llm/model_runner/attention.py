@@ -4,7 +4,8 @@
 Registered with transformers' attention interface under a name per model; a model whose layers use that interface runs
 unchanged. `probe` checks that they do, and records the shapes of their keys and values. Decode rows are computed as padded
 batches, prefill chunks one by one, with `scaled_dot_product_attention`; models with a score cap or attention sinks are
-computed in separate operations.
+computed in separate operations. With `each_token`, every token is computed by itself: its result depends on the tokens
+before it alone, not on its chunk or on other sequences.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class AttentionMetadata:
     """`[rows]`: the KV-cache slot of each row."""
     decode_batches: Sequence[DecodeBatch]
     prefill_chunks: Sequence[PrefillChunk]
+    each_token: bool = False
+    """Whether the tokens of `prefill_chunks`, which are then all there are, are computed one by one."""
 
 
 class PagedAttention:
@@ -143,7 +146,13 @@ class PagedAttention:
         rows = query[0].transpose(0, 1)
         if len(metadata.decode_batches) == 1 and not metadata.prefill_chunks:
             return kernel.decode(rows, cache, metadata.decode_batches[0])[None], None
-        out = query.new_empty(1, rows.shape[0], rows.shape[1], cache.values.shape[-1])
+        shape = (1, rows.shape[0], rows.shape[1], cache.values.shape[-1])
+        if metadata.each_token:
+            out = query.new_zeros(shape)  # also of padding
+            for chunk in metadata.prefill_chunks:
+                kernel.each_token(rows, cache, chunk, out[0])
+            return out, None
+        out = query.new_empty(shape)
         for batch in metadata.decode_batches:
             out[0, batch.rows] = kernel.decode(rows[batch.rows], cache, batch)
         for chunk in metadata.prefill_chunks:
@@ -216,8 +225,21 @@ class _Kernel:
         out = self._attend(grouped, keys, values, mask.repeat(heads // shared, 1))
         return out.reshape(heads, count, -1).transpose(0, 1)
 
+    def each_token(self, rows: torch.Tensor, cache: LayerCache, chunk: PrefillChunk, out: torch.Tensor) -> None:
+        """Attend for consecutive tokens one by one: the shapes of an operation depend on the token's position alone."""
+        pages = chunk.pages[None]
+        keys, values = (
+            _gather_pages(part, pages, cache, rows.dtype).transpose(1, 2) for part in (cache.keys, cache.values)
+        )
+        for number in range(chunk.count):
+            end = chunk.start + number + 1
+            seen = slice(0 if cache.window is None else max(0, end - cache.window), end)
+            query = rows[chunk.first + number].reshape(1, cache.keys.shape[1], -1, rows.shape[-1])
+            result = self._attend(query, keys[:, :, seen], values[:, :, seen], None)
+            out[chunk.first + number] = result.reshape(rows.shape[1], -1)
+
     def _attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         if self._cap is None and self._sinks is None:
             return functional.scaled_dot_product_attention(queries, keys, values, mask, scale=self._scale)
@@ -225,7 +247,8 @@ class _Kernel:
         scores = (queries @ keys.transpose(-1, -2)).float() * scale
         if self._cap is not None:
             scores = torch.tanh(scores / self._cap) * self._cap
-        scores = scores.masked_fill(~mask, float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
         if self._sinks is not None:  # a score per head that takes weight and adds no value
             shared, repeats = keys.shape[1], queries.shape[2] * keys.shape[1] // self._sinks.numel()
             sinks = self._sinks.float().view(1, shared, -1, 1).repeat_interleave(repeats, 2)

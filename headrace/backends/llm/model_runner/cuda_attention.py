@@ -4,7 +4,7 @@
 A step's tokens are packed in one row and divided into tiles: a tile is some consecutive tokens of one sequence, `(row of
 the page table, first token, count, position of the first)`. Decoding sequences have tiles of one token, in a list of their
 own, and come first. Shapes depend on tensor sizes alone and everything else is read on the device, so that a captured step
-serves any mix of lengths.
+serves any mix of lengths. With a split length, kernels are used whose result for a token does not depend on its tile.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ NO_TILES = 2
 """The length of a list of prompt tiles without prompts: for 0 or 1 the compiler would compile the layers once more."""
 
 
-def tile_tokens(group: int) -> int:
+_LEAST_SPLIT, _MOST_SPLITS = 256, 8
+
+
+def split_tokens(length: int) -> int:
+    """Return how many keys a split has in sequences of at most `length` tokens, whatever a step consists of."""
+    share = -(-length // _MOST_SPLITS)
+    return max(_LEAST_SPLIT, -(-share // 128) * 128)
+
+
+def tile_tokens(group: int, split: int = 0) -> int:
     """Return the maximum number of tokens in a prompt tile, for `group` query heads per key head."""
-    return tile_rows(group) // group
+    return tile_rows(group, split) // group
 
 
-def tile_rows(group: int) -> int:
+def tile_rows(group: int, split: int = 0) -> int:
     """Return the number of query rows in a prompt tile, over all heads of the group; a power of two."""
-    rows = 128 if _has_large_shared_memory() else 64
+    rows = 128 if _has_large_shared_memory() and not split else 64
     while rows < group:
         rows *= 2
     return rows
@@ -59,11 +68,19 @@ def _attend(
     window: int,
     cap: float,
     sinks: torch.Tensor | None,
+    split: int,
 ) -> torch.Tensor:
+    tiles = tiles if len(tiles) > NO_TILES else tiles[:0]
+    rows = tile_rows(query.shape[1] // keys.shape[1], split)
+    if split:
+        from headrace.backends.llm.model_runner.invariant_attention_kernels import attend as attend_alike
+
+        return attend_alike(
+            query, new_keys, new_values, keys, values, slots, table, row_tiles, tiles, page_size, scale, window, rows, cap,
+            sinks, split,
+        )  # fmt: skip
     from headrace.backends.llm.model_runner.triton_kernels import attend
 
-    rows = tile_rows(query.shape[1] // keys.shape[1])
-    tiles = tiles if len(tiles) > NO_TILES else tiles[:0]
     return attend(
         query,
         new_keys,
@@ -100,16 +117,17 @@ def _shape_of_result(query: torch.Tensor, _keys: torch.Tensor, new_values: torch
     return query.new_empty(query.shape[0], query.shape[1], new_values.shape[2])
 
 
-def attach(module: Any) -> None:
+def attach(module: Any, split: int = 0) -> None:
     """Put the parts of the KV cache that `attention` needs into attributes that torch.compile can trace."""
     cache = module.headrace_cache
+    module.headrace_split = split
     module.headrace_keys, module.headrace_values = cache.keys, cache.values
     module.headrace_page_size, module.headrace_window = cache.page_size, cache.window or 0
 
 
 def detach(module: Any) -> None:
     """Undo `attach`."""
-    for name in ("headrace_keys", "headrace_values", "headrace_page_size", "headrace_window"):
+    for name in ("headrace_keys", "headrace_values", "headrace_page_size", "headrace_window", "headrace_split"):
         if hasattr(module, name):
             delattr(module, name)
 
@@ -146,5 +164,6 @@ def attention(
         module.headrace_window,
         softcap or 0.0,
         s_aux,
+        module.headrace_split,
     )
     return out[None], None

@@ -8,6 +8,8 @@ write to a page and a batch index that no sequence has.
 
 The device keeps the last token and the pages of each batch index between steps. A step carries only what changed, so that
 it can be launched before the host knows the tokens of the previous one (async scheduling).
+
+With fixed rows (see `fixed_rows`) there is one graph, and a step is as many replays of it as it needs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +29,9 @@ import numpy.typing as npt
 import torch
 
 from headrace.backends.llm.model_runner import cuda_attention
+from headrace.backends.llm.model_runner.fixed_rows import are_alike, blocks_of, trial_tokens
 from headrace.backends.llm.model_runner.fused_experts import using_fused_experts
-from headrace.backends.llm.model_runner.runner import ModelRunner, Sample, Step, prepare_input
+from headrace.backends.llm.model_runner.runner import ModelRunner, Sample, Step
 from headrace.backends.llm.scheduler import Chunk
 from headrace.core.telemetry.load_stages import COMPILE, stage
 
@@ -132,12 +135,14 @@ class CudaGraphRunner(ModelRunner):
         max_step_tokens: int,
         compiled: bool = True,
         placed: PlacedWeights | None = None,
+        fixed_rows: int = 0,
     ) -> None:
-        super().__init__(model, attention, cache, page_size=page_size, placed=placed)
+        super().__init__(model, attention, cache, page_size=page_size, placed=placed, fixed_rows=fixed_rows)
         self._max_running = max_running
         self._max_length = max_length
         self._max_step_tokens = max(max_step_tokens, max_running + page_size)  # as in `Scheduler`
         self._compiled = compiled
+        self._graph_rows = min(fixed_rows, self._max_step_tokens)
         self.open_graphs()
         self._in_flight: deque[CudaGraphStep] = deque()
         self._hosts = deque(pinned_tensor(max_running, torch.int64) for _ in range(STEPS_AHEAD + 2))
@@ -147,17 +152,34 @@ class CudaGraphRunner(ModelRunner):
         """See `ModelRunner`."""
         before = _reserved_bytes(self.device)
         with stage(COMPILE):
-            self.graphs = CudaGraphs(
-                self.model,
-                self.attention.modules,
-                page_size=self.page_size,
-                max_running=self._max_running,
-                max_length=self._max_length,
-                max_step_tokens=self._max_step_tokens,
-                position_rows=self.position_rows,
-                compiled=self._compiled,
-            )
+            self.graphs = self._capture()
+            while self._graph_rows > 1 and not self.graphs.are_rows_alike():
+                log.warning(
+                    "Equal rows in a block of %d have different results on this device: trying smaller blocks.",
+                    self._graph_rows,
+                )
+                self._graph_rows //= 2
+                self.graphs.close()
+                self.graphs = self._capture()
         self.graph_bytes = max(0, _reserved_bytes(self.device) - before)
+
+    def _capture(self) -> CudaGraphs:
+        return CudaGraphs(
+            self.model,
+            self.attention.modules,
+            page_size=self.page_size,
+            max_running=self._max_running,
+            max_length=self._max_length,
+            max_step_tokens=self._max_step_tokens,
+            position_rows=self.position_rows,
+            compiled=self._compiled,
+            fixed_rows=self._graph_rows,
+        )
+
+    @property
+    def block_rows(self) -> int:
+        """See `ModelRunner`."""
+        return self._graph_rows
 
     def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
         """Queue a step on the device, without waiting for the previous one."""
@@ -171,13 +193,16 @@ class CudaGraphRunner(ModelRunner):
             has_images = sequence.prompt_inputs is not None and chunk.start < sequence.prompt_length
             wants_logits = sequence.prompt_logprobs is not None and chunk.start < sequence.prompt_length
             has_no_slot = bool(sequence.adapter) and self.graphs.slot_of(sequence.adapter) < 0
-            if has_no_slot or has_images or wants_logits or chunk.count > largest:
+            if has_no_slot or has_images or wants_logits or (chunk.count > largest and not self._graph_rows):
                 others.append(index)
             elif chunk.count == 1:
                 rows.append(index)
             else:
                 prompts.append(index)
         with torch.inference_mode():
+            if self._graph_rows:
+                self._launch_blocks(step, [*rows, *prompts], others, greedy, sample)
+                rows, prompts, others = [], [], []
             if rows and not (prompts and self._may_mix([chunks[index] for index in rows], chunks[prompts[0]])):
                 self._launch_rows(step, rows, sample)
                 rows = []
@@ -185,9 +210,35 @@ class CudaGraphRunner(ModelRunner):
                 prompts = self._launch_mixed(step, rows, prompts, greedy, sample)
                 rows = []
             if others:
-                self._launch_others(step, others, sample)
+                self._launch_others(step, others, sample, chunks)
             step.launched()
         return step
+
+    def _launch_blocks(
+        self, step: CudaGraphStep, indices: list[int], others: list[int], greedy: bool, sample: Sample | None
+    ) -> None:
+        """Launch a step in blocks of fixed rows. Of the `others` only what is in the prompt is computed kernel by kernel."""
+        parts = list(step.chunks)
+        if others:
+            heads = list(step.chunks)
+            for index in others:
+                chunk, end = heads[index], heads[index].sequence.prompt_length
+                if chunk.end > end:  # it was preempted while it generated
+                    heads[index] = replace(chunk, count=end - chunk.start, samples=False)
+                    parts[index] = replace(chunk, start=end, count=chunk.end - end)
+                    indices.append(index)
+            self._launch_others(step, others, sample, heads)
+        graph = self.graphs.mixed[0]
+        singles = min(graph.size, self.graphs.rows_of(graph.size))
+        for block in blocks_of(parts, indices, graph.size, most_singles=singles, most_others=MAX_PROMPTS):
+            inputs, ended = graph.next_buffer(), block.ended
+            self._write_mixed(inputs, graph, block.parts, block.singles)
+            self.graphs.table.write(inputs)
+            graph.replay()
+            if ended:
+                tokens = self._sampled(step, ended, graph.tokens, graph.logits, sample)
+                logits = graph.logits[: len(ended)]
+                step.add(ended, tokens, logits.clone() if not greedy and sample is None else logits)
 
     def _new_step(self, chunks: Sequence[Chunk]) -> CudaGraphStep:
         """Create a step; wait while too many are in flight, because they use the buffers in current."""
@@ -321,19 +372,21 @@ class CudaGraphRunner(ModelRunner):
         """Return by how much the positions of sequences with images differ from their tokens'."""
         return [chunk.sequence.prompt_inputs.position_delta if chunk.sequence.prompt_inputs else 0 for chunk in chunks]
 
-    def _launch_others(self, step: CudaGraphStep, indices: list[int], sample: Sample | None) -> None:
-        """Compute chunks kernel by kernel. Waits for tokens that are not known on the host."""
-        chunks = [step.chunks[index] for index in indices]
+    def _launch_others(
+        self, step: CudaGraphStep, indices: list[int], sample: Sample | None, parts: Sequence[Chunk]
+    ) -> None:
+        """Compute chunks of a step, or `parts` of them, kernel by kernel. Waits for tokens that the host does not know."""
+        chunks = [parts[index] for index in indices]
         last = self.graphs.last_tokens
         unknown = [chunk for chunk in chunks if not chunk.known]
         for chunk in unknown:
             chunk.sequence.tokens.append(int(last[chunk.sequence.batch_index]))
         try:
-            logits = self.forward(prepare_input(chunks, self))
+            logits = self.compute(chunks)
         finally:
             for chunk in unknown:
                 chunk.sequence.tokens.pop()
-        sampling = [index for index in indices if step.chunks[index].samples]
+        sampling = [index for index in indices if parts[index].samples]
         if not sampling:
             return
         tokens = logits.argmax(dim=-1) if sample is None else sample([step.chunks[index] for index in sampling], logits)
@@ -510,8 +563,12 @@ class CudaGraphs:
         max_step_tokens: int,
         position_rows: int = 1,
         compiled: bool = True,
+        fixed_rows: int = 0,
     ) -> None:
-        """`modules` are the attention modules with their `headrace_cache`, whose last page is for padding."""
+        """`modules` are the attention modules with their `headrace_cache`, whose last page is for padding.
+
+        `fixed_rows`: the size of the only graph; 0: there are graphs of many sizes.
+        """
         keys = modules[0].headrace_cache.keys
         self.model = model
         self.device = keys.device
@@ -520,9 +577,13 @@ class CudaGraphs:
         """Also the padding row of the page table and of `last_tokens`."""
         self.table = PageTable(max_running, -(-max_length // page_size), len(keys) // page_size - 1, self.device)
         self.group = model.config.get_text_config().num_attention_heads // keys.shape[1]
-        self.tile = cuda_attention.tile_tokens(self.group)
+        self.split = cuda_attention.split_tokens(max_length) if fixed_rows else 0
+        """Keys whose attention is summed together; 0: as many as suit the step."""
+        self.tile = cuda_attention.tile_tokens(self.group, self.split)
         self.last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=self.device)
         self._position_rows = position_rows
+        self._fixed_rows = fixed_rows
+        self._max_step_tokens = max_step_tokens
         self._modules = modules
         self._no_tiles = torch.zeros(cuda_attention.NO_TILES, 4, dtype=torch.int32, device=self.device)
         self._pool: Any = None
@@ -663,6 +724,10 @@ class CudaGraphs:
 
     def _capture_all(self, max_step_tokens: int, compiled: bool) -> None:
         """Capture the largest graphs first: smaller ones reuse their memory."""
+        if self._fixed_rows:
+            with torch.inference_mode(), self._prepared(compiled):
+                self.mixed, self.batches = [self._capture(self._fixed_rows, batch=False)], []
+            return
         with torch.inference_mode(), self._prepared(compiled):
             mixed, batches = mixed_sizes(max_step_tokens)[::-1], batch_sizes(self.max_running)[::-1]
             self.mixed = [self._capture(size, batch=False) for size in mixed][::-1]
@@ -683,9 +748,9 @@ class CudaGraphs:
         layers = [module for module in model.modules() if type(module).__name__ in names] if compiled else []
         try:
             for module in self._modules:
-                cuda_attention.attach(module)
+                cuda_attention.attach(module, self.split)
             config._attn_implementation = cuda_attention.ATTENTION
-            with using_fused_experts(model), _compiler_settings() if compiled else nullcontext():
+            with using_fused_experts(model), _compiler_settings(bool(self._fixed_rows)) if compiled else nullcontext():
                 for layer in layers:
                     layer.compile(dynamic=True, options=options)
                 yield
@@ -702,6 +767,8 @@ class CudaGraphs:
         count += size if adapters else 0
         inputs = torch.empty(count + 2 * TABLE_UPDATES, dtype=torch.int32, device=self.device)
         replays = 1 if batch else -(-self.max_running // MAX_PROMPTS) + 2
+        if self._fixed_rows:
+            replays += -(-self._max_step_tokens // size) + -(-self.max_running // min(size, self.rows_of(size)))
         compute = self._batch_step if batch else self._mixed_step
 
         def step() -> StepOutput:
@@ -732,6 +799,27 @@ class CudaGraphs:
         self.table.write(inputs)
         return inputs
 
+    def are_rows_alike(self) -> bool:
+        """Return whether equal tokens have equal logits at all places of the only graph, as far as logits are computed."""
+        graph = self.mixed[0]
+        size, rows = graph.size, min(graph.size, self.rows_of(graph.size))
+        with torch.inference_mode():
+            for token in trial_tokens(self.model.config.get_text_config().vocab_size):
+                inputs = self._padding_inputs(size, False, len(graph.inputs))
+                ids, _, rotary, _, row_tiles, tiles, sampled_rows, _ = self.mixed_inputs(size, inputs)
+                ids[:], rotary[:] = token, 7
+                row_tiles[:rows, 0], row_tiles[:rows, 1], row_tiles[:rows, 2] = self.max_running, np.arange(rows), 1
+                # Some of the other rows, as prompts of one token.
+                others = np.unique(np.linspace(rows, size - 1, min(MAX_PROMPTS, size - rows)).astype(np.int32))
+                tiles[: len(others), 0], tiles[: len(others), 1], tiles[: len(others), 2] = self.max_running, others, 1
+                sampled_rows[:rows] = np.arange(rows)
+                sampled_rows[rows : rows + len(others)] = others
+                graph.inputs.copy_(torch.from_numpy(inputs))
+                graph.graph.replay()
+                if not are_alike(graph.logits):
+                    return False
+        return True
+
     def close(self) -> None:
         """Free the graphs and the model."""
         self.mixed.clear()
@@ -742,10 +830,17 @@ class CudaGraphs:
 
 
 @contextmanager
-def _compiler_settings() -> Iterator[None]:
-    """Configure the compiler to start no processes, and to compile for any number of models of one class."""
+def _compiler_settings(fixed: bool) -> Iterator[None]:
+    """Configure the compiler to start no processes, and to compile for any number of models of one class.
+
+    `fixed`: kernels are not chosen by timing them, so that they are the same after the next start.
+    """
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    with inductor.patch(compile_threads=1), dynamo.patch(recompile_limit=1024, accumulated_recompile_limit=1 << 16):
+    choice = {"deterministic": True} if fixed and hasattr(inductor, "deterministic") else {}
+    with (
+        inductor.patch(compile_threads=1, **choice),
+        dynamo.patch(recompile_limit=1024, accumulated_recompile_limit=1 << 16),
+    ):
         yield

@@ -190,7 +190,14 @@ def open_runner(
             sizes.pages * size,
             sizes.pages * bytes_per_page / 2**30,
         )
-        return make_runner(model, attention, cache, settings, sizes, placed), sizes
+        runner = make_runner(model, attention, cache, settings, sizes, placed)
+        if runner.fixed_rows:
+            log.info(
+                "%s: answers do not depend on other requests; steps are computed in blocks of %d rows.",
+                version or f"'{settings.model_path}'",
+                runner.block_rows,
+            )
+        return runner, sizes
     except HeadraceError:
         attention.close()
         raise
@@ -270,10 +277,11 @@ def make_runner(
                 max_step_tokens=sizes.max_step_tokens,
                 compiled=settings.compile,
                 placed=placed,
+                fixed_rows=sizes.fixed_rows,
             )
         except Exception:
             log.warning("No CUDA graphs for %s: steps take longer.", type(model).__name__, exc_info=True)
-    return ModelRunner(model, attention, cache, page_size=size, placed=placed)
+    return ModelRunner(model, attention, cache, page_size=size, placed=placed, fixed_rows=sizes.fixed_rows)
 
 
 def _needs_code(folder: Path) -> str:

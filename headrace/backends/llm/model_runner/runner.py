@@ -11,13 +11,15 @@ which a token is sampled.
     logits = step.logits                          # or these [rows, vocabulary], if the step is neither greedy nor sampled
 
 A sequence may bring `PromptInputs`, created by `vision`. LoRA: `before_forward` is called with the chunks, in the order of
-their rows, before each forward pass. `cuda_graphs.CudaGraphRunner` is the same with CUDA graphs and async scheduling.
+their rows, before each forward pass. With `fixed_rows`, a step is several forward passes of so many rows.
+`cuda_graphs.CudaGraphRunner` is the same with CUDA graphs and async scheduling.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,8 @@ import torch
 
 from headrace.backends.contract import SleepLevel
 from headrace.backends.llm.model_runner.attention import AttentionMetadata, DecodeBatch, PagedAttention, PrefillChunk
+from headrace.backends.llm.model_runner.fixed_rows import are_alike, blocks_of, most_rows, trial_tokens
+from headrace.backends.llm.model_runner.fused_experts import using_fused_experts
 from headrace.backends.llm.model_runner.kv_cache import KVCache
 from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 from headrace.backends.llm.scheduler import Chunk
@@ -92,7 +96,9 @@ class ModelRunner:
         *,
         page_size: int,
         placed: PlacedWeights | None = None,
+        fixed_rows: int = 0,
     ) -> None:
+        """`fixed_rows`: as many rows as are computed together, or fewer where equal rows would differ; 0: any number."""
         self.model = model
         """A transformers model with a head; called with `inputs_embeds` or `input_ids`, `position_ids`, `logits_to_keep`."""
         self.attention = attention
@@ -115,6 +121,15 @@ class ModelRunner:
         self.graph_bytes = 0
         """What captured graphs take on the device, about, also while the model sleeps."""
         self._sleeping: SleepingWeights | PlacedWeights | None = None
+        self.fixed_rows = most_rows(model, fixed_rows, self.device) if fixed_rows else 0
+        """Rows of each forward pass, for answers that do not depend on other requests; 0: as many as there are tokens."""
+        while self.fixed_rows > 1 and not self._are_rows_alike():
+            self.fixed_rows //= 2
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that are computed together; 0: any number."""
+        return self.fixed_rows
 
     def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
         """Queue a step on the device. Chunks of one token come first.
@@ -122,9 +137,22 @@ class ModelRunner:
         With `greedy` or `sample` the caller does not read `Step.logits`.
         """
         with torch.inference_mode():
-            logits = self.forward(prepare_input(chunks, self))
+            logits = self.compute(chunks)
             sampling = [chunk for chunk in chunks if chunk.samples]
             return Step(chunks, logits, sample(sampling, logits) if sample is not None and sampling else None)
+
+    def compute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Return the logits of the chunks that sample, without waiting for the device. In inference mode."""
+        rows = self.fixed_rows
+        if not rows:
+            return self.forward(prepare_input(chunks, self))
+        by_index: dict[int, torch.Tensor] = {}
+        none = torch.empty(0, 0, device=self.device)
+        for block in blocks_of(chunks, range(len(chunks)), rows, most_singles=rows, most_others=rows):
+            logits = self.forward(prepare_input(block.parts, self))
+            none = logits[:0]
+            by_index.update(zip([index for index in block.ended if chunks[index].samples], logits, strict=True))
+        return torch.stack([by_index[index] for index in sorted(by_index)]) if by_index else none
 
     def forward(self, model_input: ModelInput) -> torch.Tensor:
         """Return the logits of the rows that sample, without waiting for the device."""
@@ -137,16 +165,39 @@ class ModelRunner:
             arguments["inputs_embeds"] = model_input.embeddings
         else:
             arguments["input_ids"] = model_input.ids
-        with self.attention.using(model_input.attention):
+        sampled: Any = model_input.sampled_rows
+        if self.fixed_rows:  # the head has the same shape in every step, too: all rows, or one that nobody needs
+            sampled = 0 if len(sampled) else torch.zeros(1, dtype=torch.long, device=self.device)
+        ours = bool(self.fixed_rows) and self.device.type == "cuda"
+        with self.attention.using(model_input.attention), using_fused_experts(self.model) if ours else nullcontext():
             output = self.model(
                 position_ids=model_input.positions,
-                logits_to_keep=model_input.sampled_rows,
+                logits_to_keep=sampled,
                 use_cache=False,
                 return_dict=True,
                 **arguments,
             )
         logits: torch.Tensor = output.logits[0]
+        if self.fixed_rows:
+            logits = logits.index_select(0, model_input.sampled_rows)
         return _give_prompt_logits(model_input.chunks, logits) if model_input.has_prompt_logits else logits
+
+    def _are_rows_alike(self) -> bool:
+        """Return whether equal rows have equal results at all places of a block."""
+        count, page = self.fixed_rows, self.cache.pages  # the page for padding
+        with torch.inference_mode():
+            pages = torch.tensor([page], device=self.device)
+            slots = torch.full((count,), page * self.page_size, device=self.device)
+            chunks = [PrefillChunk(row, 1, 0, pages) for row in range(count)]
+            rows = torch.arange(count, device=self.device)
+            positions = torch.full((self.position_rows, 1, count), 7, device=self.device)
+            positions = positions[0] if self.position_rows == 1 else positions
+            for token in trial_tokens(self.model.config.get_text_config().vocab_size):
+                ids = torch.full((1, count), token, device=self.device)
+                metadata = AttentionMetadata(slots, [], chunks, each_token=True)
+                if not are_alike(self.forward(ModelInput([], ids, positions, None, {}, rows, metadata))):
+                    return False
+        return True
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, `[count, hidden]`."""
@@ -277,7 +328,10 @@ class ModelInput:
 
 
 def prepare_input(chunks: Sequence[Chunk], runner: ModelRunner) -> ModelInput:
-    """Pack the tokens of all chunks into one row, in their order. Call in inference mode; waits for nothing."""
+    """Pack the tokens of all chunks into one row, in their order, padded to `fixed_rows`.
+
+    Call in inference mode; waits for nothing.
+    """
     size, device = runner.page_size, runner.device
     ids: list[int] = []
     positions: list[int] = []
@@ -296,16 +350,22 @@ def prepare_input(chunks: Sequence[Chunk], runner: ModelRunner) -> ModelInput:
             ids.append(chunk.first_token)
             positions.append(start)
             slots.append(pages[start // size] * size + start % size)
-            decodes.append((first, chunk))
         else:
             ids += sequence.tokens[start:end]
             positions += range(start, end)
             slots += [pages[index // size] * size + index % size for index in range(start, end)]
+        if chunk.count == 1 and not runner.fixed_rows:
+            decodes.append((first, chunk))
+        else:
             used = torch.tensor(pages[: (end - 1) // size + 1], device=device)
             prefills.append(PrefillChunk(first, chunk.count, start, used))
         if chunk.samples:
             sampled_rows.append(len(ids) - 1)
         prompt_rows += range(first, first + _prompt_logit_rows(chunk))
+    padding = max(0, runner.fixed_rows - len(ids))
+    ids += [0] * padding
+    positions += [0] * padding
+    slots += [runner.cache.pages * size] * padding
     model_input = ModelInput(
         chunks,
         torch.tensor([ids], device=device),
@@ -313,7 +373,12 @@ def prepare_input(chunks: Sequence[Chunk], runner: ModelRunner) -> ModelInput:
         None,
         {},
         torch.tensor(sampled_rows + prompt_rows, dtype=torch.long, device=device),
-        AttentionMetadata(torch.tensor(slots, device=device), _decode_batches(decodes, size, device), prefills),
+        AttentionMetadata(
+            torch.tensor(slots, device=device),
+            _decode_batches(decodes, size, device),
+            prefills,
+            each_token=bool(runner.fixed_rows),
+        ),
         bool(prompt_rows),
     )
     if runner.position_rows > 1:

@@ -161,6 +161,20 @@ def _join(
     tl.store(out + at * DIM + dims, sums, mask=real)
 
 
+def write_new(
+    keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write new keys and values, whose last dimension is contiguous, to their slots."""
+    kv_heads, dim = keys.shape[1:]
+    value_dim = values.shape[2]
+    width = kv_heads * max(dim, value_dim)
+    block = min(_MOST_WRITTEN, triton.next_power_of_2(width))
+    _write[(len(slots), triton.cdiv(width, block))](
+        keys, values, new_keys, new_values, slots, new_keys.stride(0), new_keys.stride(1),
+        new_values.stride(0), new_values.stride(1), KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, BLOCK=block,
+    )  # fmt: skip
+
+
 def attend(
     query: torch.Tensor,
     new_keys: torch.Tensor,
@@ -190,12 +204,7 @@ def attend(
     query, new_keys, new_values = (
         part if part.stride(2) == 1 else part.contiguous() for part in (query, new_keys, new_values)
     )
-    width = kv_heads * max(dim, value_dim)
-    block = min(_MOST_WRITTEN, triton.next_power_of_2(width))
-    _write[(tokens, triton.cdiv(width, block))](
-        keys, values, new_keys, new_values, slots, new_keys.stride(0), new_keys.stride(1),
-        new_values.stride(0), new_values.stride(1), KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, BLOCK=block,
-    )  # fmt: skip
+    write_new(keys, values, new_keys, new_values, slots)
     exact = query.dtype == torch.float32
     wide, value_wide = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))  # the minimum of tl.dot
     log2_scale = 2.0 * scale / cap * _LOG2_E if cap else scale * _LOG2_E

@@ -7,7 +7,8 @@ host waits for the device once, in `PendingSample.read`.
 
 A drawn token is the one at which the cumulative probability, in the order of token ids, passes the row's random number:
 so it is the same on every device and in every batch. Probabilities are counted in integer units, because integer sums do
-not depend on the order in which a device adds.
+not depend on the order in which a device adds. With `separate_rows`, every row is computed by itself, so that its last bits
+do not depend on the others either.
 """
 
 from __future__ import annotations
@@ -109,11 +110,34 @@ class PendingSample:
         return SamplerOutput(tokens, logprobs)
 
 
+class _SeparateSamples(PendingSample):
+    """Rows that were sampled one by one."""
+
+    __slots__ = ("_samples",)
+
+    def __init__(self, samples: Sequence[PendingSample], rows: Sequence[SamplingState]) -> None:
+        super().__init__(torch.cat([sample.tokens for sample in samples]), rows, None)
+        self._samples = samples
+
+    def read(self) -> SamplerOutput:
+        """Wait for the device and return the tokens."""
+        outputs = [sample.read() for sample in self._samples]
+        return SamplerOutput(self.tokens.tolist(), [logprobs for output in outputs for logprobs in output.logprobs])
+
+
 class Sampler:
     """Samples for one model on one device."""
 
-    def __init__(self, vocabulary: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        separate_rows: bool = False,
+    ) -> None:
         """`dtype`: of the logits."""
+        self._separate_rows = separate_rows
         self.processors = LogitsProcessors(torch.device(device))
         self._kernel = _gpu_kernel() if torch.device(device).type == "cuda" else None
         if self._kernel is not None:
@@ -136,9 +160,17 @@ class Sampler:
         with torch.inference_mode():
             if self.all_argmax_only(rows):
                 return PendingSample(argmax_tokens(logits), rows, None)
+            if self._separate_rows and len(rows) > 1 and self._adds_by_shape(rows):
+                return _SeparateSamples(
+                    [self.start(logits[i : i + 1], rows[i : i + 1]) for i in range(len(rows))], rows
+                )
             if self._kernel is not None:
                 return self._start_on_gpu(self._kernel, logits, rows)
             return self._start(logits, rows)
+
+    def _adds_by_shape(self, rows: Sequence[SamplingState]) -> bool:
+        """Return whether sums of a row may be made in another order with another number of rows."""
+        return self._kernel is None or any(row.sampling.logprobs is not None for row in rows)
 
     def _start_on_gpu(self, kernel: Kernel, logits: torch.Tensor, rows: Sequence[SamplingState]) -> PendingSample:
         scores = logits

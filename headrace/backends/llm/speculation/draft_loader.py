@@ -120,7 +120,8 @@ class LoadedDraft:
         cache = KVCache(self._shapes, sizes.pages, size, self._dtype, self._device, driver)
         self._attention.attach(cache)
         self._model = None
-        runner = make_runner(model, self._attention, cache, settings, sizes, placed)
+        # Drafts decide how fast an answer comes, not which.
+        runner = make_runner(model, self._attention, cache, settings, replace(sizes, fixed_rows=0), placed)
         return DraftModel(
             runner,
             tokens=settings.speculation_tokens,
