@@ -301,7 +301,9 @@ def node_settings(values: OptionValues, environment: Mapping[str, str] | None = 
     detected = None if values.has("nnodes") else node_environment(environment)
     count = detected.count if detected is not None else values.int("nnodes") if values.has("nnodes") else 1
     if count == 1:
-        for name in ("node-rank", "master-addr", "master-port"):
+        # A LeaderWorkerSet without workers starts its leader with the options for a group.
+        alone = not values.has("nnodes") and environment.get("LWS_GROUP_SIZE") == "1"
+        for name in () if alone else ("node-rank", "master-addr", "master-port"):
             if values.has(name) and values.get(name):
                 raise InvalidArgument(f"--{name} is for a model on several machines: add --nnodes")
         return NodeSettings()

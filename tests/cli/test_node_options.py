@@ -51,6 +51,13 @@ def test_the_environment_says_what_options_do_not() -> None:
     assert (settings.rank, settings.host, settings.port) == (1, "10.0.0.8", 400)
 
 
+def test_a_leader_worker_set_without_workers_is_one_machine() -> None:
+    """Its leader gets the options of a group."""
+    assert node_settings(given(master_addr="10.0.0.7:29500"), {**LWS, "LWS_GROUP_SIZE": "1"}) == NodeSettings()
+    with pytest.raises(InvalidArgument, match="--master-addr is for a model on several machines: add --nnodes"):
+        node_settings(given(master_addr="10.0.0.7"), {})
+
+
 def test_on_loopback_the_machines_key_is_used() -> None:
     keys = {node_settings(given(nnodes="2", node_rank=rank, master_addr="127.0.0.1"), {}).key for rank in "01"}
     assert len(keys) == 1

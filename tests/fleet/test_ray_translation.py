@@ -112,6 +112,69 @@ def test_the_ranks_of_a_model_are_in_one_bundle_on_one_node() -> None:
     assert bundle["GPU"] == 4.0 and options["ray_actor_options"]["num_gpus"] == 4
 
 
+def group(worker: dict[str, Any] | None = None, **leader: Any) -> RayServices:
+    """The services of the sample with a leader and a worker, changed."""
+    files = yaml_documents.read([SAMPLES / "multi-node-headrace.yaml"])
+    (service,) = (item for item in files.documents if item["kind"] == "InferenceService")
+    engine = {"minReplicas": 1, "maxReplicas": 1, "worker": {"size": 1, **(worker or {})}}
+    service["spec"]["engine"] = {**engine, **({"leader": leader} if leader else {})}
+    return read_services(files)
+
+
+def test_a_model_over_nodes_has_a_bundle_for_each() -> None:
+    limits = {"resources": {"requests": {"cpu": "2"}, "limits": {"nvidia.com/gpu": 1, "memory": "4Gi"}}}
+    found = group({"size": 2, "runner": limits}, runner={"resources": {"requests": {"cpu": "1", "memory": "1Gi"}}})
+    assert [str(error) for error in found.errors] == []
+    (spec,) = found.specs
+    options = deployment_options(spec)
+    worker = {"CPU": 2.0, "GPU": 1.0, "memory": 2.0 * 2**30}  # the runtime's own request for memory
+    assert options["placement_group_bundles"] == [{"CPU": 1.0, "memory": 2.0**30}, worker, worker]
+    assert options["placement_group_strategy"] == "SPREAD"
+    assert options["ray_actor_options"] == {"num_cpus": 1.0, "memory": 1 << 30}
+    assert ReplicaSpec.from_json(json.loads(json.dumps(spec.as_json()))) == spec
+    assert (
+        spec.of_worker().pod != spec.pod and deployment_options(spec.of_worker())["ray_actor_options"]["num_gpus"] == 1
+    )
+
+
+def test_a_group_of_one_is_one_server() -> None:
+    (spec,) = group({"size": 0}).specs
+    assert (
+        spec.worker is not None
+        and spec.worker.size == 0
+        and len(deployment_options(spec)["placement_group_bundles"]) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "worker"),
+    [
+        ("spec.engine.worker.nodeSelector", {"nodeSelector": {"gpu": "yes"}}),
+        ("spec.engine.worker.runner.lifecycle", {"runner": {"lifecycle": {}}}),
+        ("spec.engine.worker.runner.image", {"runner": {"image": "example/other:1"}}),
+        (
+            "spec.engine.worker.runner.env[KEY].valueFrom",
+            {"runner": {"env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]}},
+        ),
+        (
+            "spec.engine.worker.runner.resources",
+            {"runner": {"args": ["--tensor-parallel-size=4"], "resources": {"limits": {"nvidia.com/gpu": 1}}}},
+        ),
+    ],
+)
+def test_a_worker_with_what_has_no_meaning_on_ray_is_refused_by_name(field: str, worker: dict[str, Any]) -> None:
+    assert [error.problem.field for error in group(worker).errors] == [field]
+
+
+def test_a_runtime_that_starts_a_ray_cluster_is_refused_by_name() -> None:
+    for name, text in (
+        ("multi-node-ray", "starts a Ray cluster of its own"),
+        ("multi-node", "another engine over several nodes does not run on Ray"),
+    ):
+        error = read_services(yaml_documents.read([SAMPLES / f"{name}.yaml"])).errors[0]
+        assert text in str(error) and "choose the runtime headrace-multi-node" in str(error)
+
+
 @pytest.mark.parametrize("words", [("--tensor-parallel-size", "4"), ("--tensor-parallel-size=4",)])
 def test_more_ranks_than_gpus_are_refused(words: tuple[str, ...]) -> None:
     found = services(gpu_engine(2, *words))
@@ -163,7 +226,6 @@ def test_a_field_without_a_meaning_on_ray_is_refused_by_name(field: str, engine:
 def test_other_components_are_refused_by_name() -> None:
     assert "spec.router" in refused(spec={"router": {}})
     assert "spec.decoder" in refused(spec={"decoder": {}})
-    assert "spec.engine.worker" in refused({"worker": {"size": 1}})
     assert "spec.acceleratorSelector" in refused(spec={"acceleratorSelector": {"policy": "BestFit"}})
 
 
@@ -207,7 +269,7 @@ def test_a_file_without_a_service_is_refused() -> None:
     assert [str(error) for error in read_services(ParsedFiles([], [])).errors]
 
 
-RUN = {"benchmark", "cpu", "own-runtime", "scale-to-zero", "serverless"}
+RUN = {"benchmark", "cpu", "multi-node-headrace", "own-runtime", "scale-to-zero", "serverless"}
 
 
 @pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

@@ -66,6 +66,8 @@ class CommandContext:
     """Find a ConfigMap or Secret of the namespace; the values of a Secret are decoded."""
     runs_image: bool = False
     """Whether the image itself runs, so that its own command is used if the container has none."""
+    leader_address: str = ADDRESS
+    """For a worker of a group: where its leader is."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +268,8 @@ def _localize(args: Sequence[str], context: CommandContext) -> list[str]:
     if context.leader_ports:
         localized = [
             re.sub(
-                rf"{re.escape(ADDRESS)}:([0-9]+)",
-                lambda match: f"{ADDRESS}:{context.leader_ports.get(int(match[1]), match[1])}",
+                rf"{re.escape(context.leader_address)}:([0-9]+)",
+                lambda match: f"{context.leader_address}:{context.leader_ports.get(int(match[1]), match[1])}",
                 arg,
             )
             for arg in localized

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.core.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.core.extras import MissingExtra
-from headrace.fleet.ray_serve.replica_spec import DEPLOYMENT, ReplicaSpec, bundle
+from headrace.fleet.ray_serve.replica_spec import DEPLOYMENT, ReplicaSpec, bundles
 
 log = logging.getLogger("headrace.ray")
 
@@ -235,12 +235,23 @@ def _progress_line(spec: ReplicaSpec, status: ServiceStatus | None) -> str:
 
 
 def _missing_resources(spec: ReplicaSpec) -> str:
-    """Return why no node of the current cluster can take a replica; "" if one can."""
+    """Return why the nodes can never take a replica, as far as the cluster is now; "" if they can."""
     import ray
 
-    resources = bundle(spec)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in nodes):
-        return ""
-    words = ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
-    return f"no node of the cluster has what a replica of {spec.name} needs ({words}), unless Ray's autoscaler adds one"
+    free = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    for number, wanted in enumerate(bundles(spec)):
+        node = next((node for node in free if _fits(wanted, node)), None)
+        if node is None:
+            words = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items())
+            if not number:
+                who = f"no node of the cluster has what a replica of {spec.name} needs"
+            else:
+                who = f"the cluster has no room for worker {number} of a replica of {spec.name}, which needs"
+            return f"{who} ({words}), unless Ray's autoscaler adds one"
+        for name, amount in wanted.items():
+            node[name] -= amount
+    return ""
+
+
+def _fits(wanted: Mapping[str, float], node: Mapping[str, float]) -> bool:
+    return all(node.get(name, 0.0) >= amount for name, amount in wanted.items())

@@ -2,7 +2,8 @@
 """One replica of a service: starts a server, forwards requests to it, and ends with it. `application` gives it to Ray Serve.
 
 If the server ends by itself, open requests get an error and the replica's process ends. Ray notices that at once; a health
-check would have to fail three times.
+check would have to fail three times. A replica of several servers starts the leader of the group, and `workers` the others;
+it ends with any of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,9 +20,9 @@ from starlette.responses import Response, StreamingResponse
 
 from headrace.core.errors import DeadlineExceeded, FailedPrecondition, HeadraceError
 from headrace.fleet.ray_serve.forwarding import Forwarder, ForwardRequest, ForwardResponse, target_of
-from headrace.fleet.ray_serve.replica_spec import ReplicaSpec
+from headrace.fleet.ray_serve.replica_spec import GroupMember, ReplicaSpec, parse_spec
 from headrace.fleet.ray_serve.server_process import ServerProcess, start_server
-from headrace.version import __version__
+from headrace.fleet.ray_serve.workers import STOP_SECONDS, LaunchWorkers, Workers, launch_workers, leader_address
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -30,16 +32,21 @@ log = logging.getLogger("headrace.ray")
 
 _LAST_ERRORS_SECONDS = 1.0
 """Delay before the process exits, so that the errors of open requests are sent."""
-_STOP_SECONDS = 10.0
-"""Time for a server without open requests to exit after SIGTERM."""
 
 
 class ReplicaServer:
     """A replica. Used in one event loop."""
 
-    def __init__(self, spec: ReplicaSpec, server: ServerProcess, end_process: Callable[[int], Any] = os._exit) -> None:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        server: ServerProcess,
+        end_process: Callable[[int], Any] = os._exit,
+        workers: Workers | None = None,
+    ) -> None:
         """server: it is ready. end_process: ends this process at once, whatever Ray does in it."""
         self._server = server
+        self._workers = workers
         self._end_process = end_process
         self._forwarder = Forwarder(server.port, spec.request_seconds)
         self._watch = asyncio.ensure_future(self._end_with_server())
@@ -48,18 +55,24 @@ class ReplicaServer:
     async def start(
         cls,
         content: Mapping[str, Any],
-        launch: Callable[[ReplicaSpec], Awaitable[ServerProcess]] = start_server,
+        launch: Callable[[ReplicaSpec, GroupMember | None], Awaitable[ServerProcess]] = start_server,
         end_process: Callable[[int], Any] = os._exit,
+        launch_others: LaunchWorkers = launch_workers,
+        address: Callable[[], str] = leader_address,
     ) -> Self:
         """Start the server and wait until it is ready. content: a `ReplicaSpec` as JSON. Raises HeadraceError."""
         spec = parse_spec(content)
-        server = await launch(spec)
+        member = None if spec.worker is None else GroupMember(spec.worker.size + 1, 0, address(), secrets.token_hex(32))
+        server = await launch(spec, member)
+        workers: Workers | None = None
         try:
-            await server.wait_ready()
+            if member is not None and member.size > 1:
+                workers = await launch_others(spec, member, server.ports)
+            await _wait_ready(server, workers)
         except BaseException:
-            await server.stop(_STOP_SECONDS)
+            await _stop(server, workers)
             raise
-        return cls(spec, server, end_process)
+        return cls(spec, server, end_process, workers)
 
     async def answer(self, request: Request) -> Response:
         """Answer one HTTP request."""
@@ -84,14 +97,50 @@ class ReplicaServer:
     async def stop(self) -> None:
         """Stop the server."""
         self._watch.cancel()
-        await self._server.stop(_STOP_SECONDS)
+        await _stop(self._server, self._workers)
         await self._forwarder.close()
 
     async def _end_with_server(self) -> None:
-        code = await self._server.wait()
-        log.error("%s", self._server.end_message(code))
+        log.error("%s", await _first_end(self._server, self._workers))
         await asyncio.sleep(_LAST_ERRORS_SECONDS)
         self._end_process(1)
+
+
+async def _first_end(server: ServerProcess, workers: Workers | None) -> str:
+    """Wait until the server or a worker ends by itself; return which, and how."""
+    ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(server.wait())]
+    if workers is not None:
+        ends.append(asyncio.ensure_future(workers.ended()))
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return server.end_message(ends[0].result()) if ends[0].done() else str(ends[1].result())
+    finally:
+        for end in ends:
+            end.cancel()
+
+
+async def _wait_ready(server: ServerProcess, workers: Workers | None) -> None:
+    """Wait until the server is ready, which a leader is with all its workers. Raises FailedPrecondition."""
+    if workers is None:
+        await server.wait_ready()
+        return
+    ready, ended = asyncio.ensure_future(server.wait_ready()), asyncio.ensure_future(workers.ended())
+    try:
+        await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            raise FailedPrecondition(f"{ended.result()}; it ended before the group was ready")
+        ready.result()
+    finally:
+        ready.cancel()
+        ended.cancel()
+        await asyncio.gather(ready, ended, return_exceptions=True)
+
+
+async def _stop(server: ServerProcess, workers: Workers | None) -> None:
+    """Stop the leader first: requests that it still answers need the workers."""
+    await server.stop(STOP_SECONDS)
+    if workers is not None:
+        await workers.stop()
 
 
 class _ForwardedResponse(StreamingResponse):
@@ -110,16 +159,6 @@ class _ForwardedResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._body.close()
-
-
-def parse_spec(content: Mapping[str, Any]) -> ReplicaSpec:
-    """Return the spec of a replica. Raises FailedPrecondition if another version of Headrace wrote it."""
-    version = content.get("version")
-    if version != __version__:
-        raise FailedPrecondition(
-            f"the service was deployed by Headrace {version}, and this node has {__version__}: install the same on all nodes"
-        )
-    return ReplicaSpec.from_json(content)
 
 
 def has_body(headers: Mapping[str, str]) -> bool:

@@ -38,7 +38,7 @@ from headrace.fleet.local.process_runtime import find_program
 from headrace.fleet.local.settings import state_dir
 from headrace.fleet.local.volumes import volume_mounts
 from headrace.fleet.planning.pod_templates import main_container
-from headrace.fleet.ray_serve.replica_spec import ReplicaSpec
+from headrace.fleet.ray_serve.replica_spec import GroupMember, ReplicaSpec
 from headrace.models.storage.fetch import FetchSettings, fetch_location
 from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str, name_of
 from headrace.platforms.log_files import last_lines, truncate_log
@@ -65,6 +65,11 @@ class ServerProcess:
         self._context = context
         self._container = main_container(get_mapping(spec.pod, "spec"))
         self.port = port
+
+    @property
+    def ports(self) -> Mapping[int, int]:
+        """The ports of the container, and those of this node in their place."""
+        return self._context.ports
 
     @property
     def pid(self) -> int:
@@ -150,8 +155,10 @@ class ServerProcess:
         return await check_exec(localize_args(args, self._context), environment, seconds)
 
 
-async def start_server(spec: ReplicaSpec, environ: Mapping[str, str] = os.environ) -> ServerProcess:
-    """Start the server of a service on this node; it is not ready yet.
+async def start_server(
+    spec: ReplicaSpec, member: GroupMember | None = None, environ: Mapping[str, str] = os.environ
+) -> ServerProcess:
+    """Start the server of a service on this node; it is not ready yet. `member`: its place, if it is one of a group.
 
     Raises HeadraceError: the model is not here, or the program is not installed.
     """
@@ -160,13 +167,15 @@ async def start_server(spec: ReplicaSpec, environ: Mapping[str, str] = os.enviro
     folder = Path(tempfile.mkdtemp(prefix=f"headrace-{spec.name}-"))
     try:
         # In the loop's thread, which lives as long as the replica: see `child_stub`.
-        return _start(spec, node, path, folder, environ)
+        return _start(spec, member, node, path, folder, environ)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _start(spec: ReplicaSpec, node: str, model: str, folder: Path, environ: Mapping[str, str]) -> ServerProcess:
+def _start(
+    spec: ReplicaSpec, member: GroupMember | None, node: str, model: str, folder: Path, environ: Mapping[str, str]
+) -> ServerProcess:
     container = main_container(get_mapping(spec.pod, "spec"))
     ports = {number: free_port() for number in container_ports(spec.pod)}
     port = next(iter(ports.values()))
@@ -177,6 +186,13 @@ def _start(spec: ReplicaSpec, node: str, model: str, folder: Path, environ: Mapp
             (mount.mount_path, mount.host_path) for mount in mounts if mount.host_path != mount.mount_path.rstrip("/")
         ]
         context = CommandContext(spec.pod, node, ports, paths=paths)
+        if member is not None:
+            context = replace(
+                context,
+                leader_ports=member.leader_ports,
+                leader_address=member.leader_address,
+                environment=member.environment(),
+            )
         command = build_command(context, container)
         environment = inherited_environment(environ, "XDG_") | {
             "PYTHONUNBUFFERED": "1",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from headrace.core.kv_transfer import KEY_VARIABLE
 from headrace.fleet.documents import FleetSettings, Problem, namespace_of
 from headrace.fleet.explain import ExplainInput, LocatedProblem, explain, prepare
 from headrace.fleet.local.container_command import CommandContext, ContainerStartError, build_command
@@ -23,13 +24,14 @@ from headrace.fleet.names import (
     OME_NATIVE,
     RAW,
     component_name,
+    lws_name,
 )
 from headrace.fleet.planning import Plan, plan
 from headrace.fleet.planning.autoscalers import COUNTS_REQUESTS, REQUEST_TARGETS
 from headrace.fleet.planning.front_router import IDLE_SECONDS
 from headrace.fleet.planning.pod_defaults import request_seconds
 from headrace.fleet.planning.pod_templates import main_container
-from headrace.fleet.ray_serve.replica_spec import ReplicaSpec
+from headrace.fleet.ray_serve.replica_spec import GroupMember, ReplicaSpec, WorkerSpec
 from headrace.fleet.selection.model_match import parse_quantity
 from headrace.fleet.yaml_documents import ParsedFiles, Source
 from headrace.platforms.kubernetes_client.objects import (
@@ -67,8 +69,12 @@ _ENGINE_FIELDS = frozenset(
         "resources",
         "volumes",
         "terminationGracePeriodSeconds",
+        "leader",
+        "worker",
     }
 )
+_MEMBER_FIELDS = frozenset({"size", "runner", "volumes"})
+"""Of a leader and of workers."""
 _RUNNER_FIELDS = frozenset(
     {
         "name",
@@ -88,8 +94,6 @@ _FIXES = {
     "spec.decoder": "remove it: separate prefill and decode need the router, which does not run on Ray",
     "spec.router": "remove it: Ray Serve's own proxies choose the replica",
     "spec.model.fineTunedWeights": "name the adapters in the model's own configuration",
-    "spec.engine.worker": "choose a runtime for one node: a model over several nodes does not run on Ray",
-    "spec.engine.leader": "choose a runtime for one node: a model over several nodes does not run on Ray",
     "spec.engine.canaryTrafficPercent": "remove it: Ray Serve replaces the replicas one after the other",
     "spec.engine.deploymentStrategy": "remove it: Ray Serve replaces the replicas one after the other",
     "spec.engine.kedaConfig": "remove it: Ray Serve scales by requests in flight",
@@ -100,6 +104,8 @@ _FIXES = {
 """Fixes for fields with a better one than `_REMOVE`."""
 _OWN_ANNOTATIONS = ("ome.io/", "autoscaling.", "serving.knative.dev/", "kueue", "rdma.ome.io/")
 """Prefixes of annotations that change how a fleet runs a service."""
+_FIX_NODES = "write worker: {size: 1} in the service's engine, with the runtime headrace-multi-node"
+_FIX_RUNTIME = "choose the runtime headrace-multi-node, or run the service on Kubernetes"
 _RAW_MODES = (RAW, OME_NATIVE)
 
 
@@ -166,6 +172,23 @@ def replica_spec(planned: Plan) -> ReplicaSpec:
         request_seconds=float(extension.timeout_seconds or 0),
         grace_seconds=float(request_seconds(component) if grace is None else grace),
         health_seconds=float(get_int(container, "readinessProbe", "periodSeconds") or _DEFAULT_HEALTH_SECONDS),
+        worker=_worker_spec(planned),
+    )
+
+
+def _worker_spec(planned: Plan) -> WorkerSpec | None:
+    """Return the workers of a group, which may be none; None for a service that is no group."""
+    component = planned.components[ENGINE]
+    if component.mode != MULTI_NODE:
+        return None
+    pod = _engine_pod(planned, "workerTemplate")
+    container = main_container(get_mapping(pod, "spec"))
+    return WorkerSpec(
+        size=component.worker_size,
+        pod=pod,
+        cpus=_amount(container, "cpu") or 1.0,
+        gpus=_gpu_count(container),
+        memory=int(_amount(container, "memory")),
     )
 
 
@@ -175,6 +198,10 @@ def unsupported(planned: Plan) -> Iterator[Problem]:
     yield from _unknown_fields("spec", spec, _SPEC_FIELDS)
     yield from _unknown_fields("spec.engine", get_mapping(spec, ENGINE), _ENGINE_FIELDS)
     yield from _unknown_fields("spec.engine.runner", get_mapping(spec, ENGINE, "runner"), _RUNNER_FIELDS)
+    for role in ("leader", "worker"):
+        path, given = f"spec.engine.{role}", get_mapping(spec, ENGINE, role)
+        yield from _unknown_fields(path, given, _MEMBER_FIELDS)
+        yield from _unknown_fields(f"{path}.runner", get_mapping(given, "runner"), _RUNNER_FIELDS)
     if get_list(spec, "model", "fineTunedWeights"):
         yield _problem("spec.model.fineTunedWeights")
     yield from _credential_problems(planned.model)
@@ -183,12 +210,21 @@ def unsupported(planned: Plan) -> Iterator[Problem]:
     component = planned.components.get(ENGINE)
     if planned.problems or component is None:
         return
-    if component.mode in (MULTI_NODE, MULTI_NODE_RAY):
-        if "worker" not in get_mapping(spec, ENGINE):
-            message = f"the runtime {_runtime_name(planned)} runs a model over several nodes"
-            yield Problem("spec.runtime.name", message, _FIXES["spec.engine.worker"])
+    if component.mode == MULTI_NODE_RAY:
+        message = f"the runtime {_runtime_name(planned)} starts a Ray cluster of its own, which is not supported on Ray"
+        yield Problem("spec.runtime.name", message, _FIX_RUNTIME)
     elif component.mode == RAW:
-        yield from _pod_problems(planned)
+        yield from _pod_problems(planned, _engine_pod(planned), "spec.engine", 0)
+    elif component.mode == MULTI_NODE:
+        size = component.worker_size + 1
+        yield from _pod_problems(planned, _engine_pod(planned), _member_path(planned, "leader"), size)
+        if component.worker_size:
+            yield from _pod_problems(planned, _engine_pod(planned, "workerTemplate"), "spec.engine.worker", size)
+
+
+def _member_path(planned: Plan, role: str) -> str:
+    """Return where a service describes its leader: there, or for the engine as a whole."""
+    return f"spec.engine.{role}" if role in get_mapping(planned.service, "spec", ENGINE) else "spec.engine"
 
 
 def _unknown_fields(path: str, section: Document, known: Collection[str]) -> Iterator[Problem]:
@@ -247,30 +283,35 @@ def _scaling_problems(engine: Document) -> Iterator[Problem]:
 # The pod
 
 
-def _pod_problems(planned: Plan) -> Iterator[Problem]:
-    pod = _engine_pod(planned)
+def _pod_problems(planned: Plan, pod: Document, where: str, size: int) -> Iterator[Problem]:
+    """Yield what a pod asks for and Ray cannot do.
+
+    where: the pod's place in the service. size: how many servers its group has; 0: it is in none.
+    """
     spec = get_mapping(pod, "spec")
-    engine = get_mapping(planned.service, "spec", ENGINE)
+    given = get_mapping(planned.service, *where.split("."))
     for name, maximum in (("initContainers", 0), ("containers", 1)):
-        if len(get_list(spec, name)) > maximum and name not in engine:
+        if len(get_list(spec, name)) > maximum and name not in given:
             message = f"the runtime {_runtime_name(planned)} has some, and they are not supported on Ray"
-            yield Problem(f"spec.engine.{name}", message, "choose a runtime with one container")
+            yield Problem(f"{where}.{name}", message, "choose a runtime with one container")
     container = main_container(spec)
-    yield from _resource_problems(container)
-    yield from _volume_problems(spec, container, planned.model)
-    yield from _environment_problems(container)
-    yield from _command_problems(pod, container)
+    yield from _resource_problems(container, where)
+    yield from _volume_problems(spec, container, planned.model, where)
+    environment = list(_environment_problems(container, where, size))
+    yield from environment
+    if container and not environment:
+        yield from _command_problems(pod, container, where, size)
 
 
-def _resource_problems(container: Document) -> Iterator[Problem]:
+def _resource_problems(container: Document, where: str) -> Iterator[Problem]:
     for kind in ("requests", "limits"):
         for name in get_mapping(container, "resources", kind):
             if name not in ("cpu", "memory", *_GPUS):
-                field = f"spec.engine.runner.resources.{kind}.{name}"
+                field = f"{where}.runner.resources.{kind}.{name}"
                 yield Problem(field, "is not supported on Ray", f"write cpu, memory or {_GPUS[0]}")
 
 
-def _volume_problems(spec: Document, container: Document, model: Document | None) -> Iterator[Problem]:
+def _volume_problems(spec: Document, container: Document, model: Document | None, where: str) -> Iterator[Problem]:
     path = get_str(model, "spec", "storage", "path")
     volume_names = {
         get_str(mount, "name") for mount in get_list(container, "volumeMounts") if mount.get("mountPath") == path
@@ -280,40 +321,46 @@ def _volume_problems(spec: Document, container: Document, model: Document | None
         name = get_str(volume, "name")
         if name in mounted and "emptyDir" not in volume and "hostPath" not in volume:
             message = "only emptyDir and hostPath are supported on Ray"
-            yield Problem(f"spec.engine.volumes[{name}]", message, "put the files on the nodes, and write hostPath")
+            yield Problem(f"{where}.volumes[{name}]", message, "put the files on the nodes, and write hostPath")
 
 
-def _environment_problems(container: Document) -> Iterator[Problem]:
+def _environment_problems(container: Document, where: str, size: int) -> Iterator[Problem]:
     fix = "set the variable on the nodes of the cluster, and leave it out here"
     if get_list(container, "envFrom"):
-        yield Problem("spec.engine.runner.envFrom", "ConfigMaps and Secrets do not exist on Ray", fix)
+        yield Problem(f"{where}.runner.envFrom", "ConfigMaps and Secrets do not exist on Ray", fix)
     for variable in get_list(container, "env"):
-        source = get_mapping(variable, "valueFrom")
+        source, name = get_mapping(variable, "valueFrom"), get_str(variable, "name")
+        if size and name == KEY_VARIABLE:
+            continue  # each group makes a key of its own
         if source and not (source.keys() & {"fieldRef", "resourceFieldRef"}):
-            field = f"spec.engine.runner.env[{get_str(variable, 'name')}].valueFrom"
+            field = f"{where}.runner.env[{name}].valueFrom"
             yield Problem(field, "ConfigMaps and Secrets do not exist on Ray", fix)
 
 
-def _command_problems(pod: Document, container: Document) -> Iterator[Problem]:
+def _command_problems(pod: Document, container: Document, where: str, size: int) -> Iterator[Problem]:
     """Yield what the command cannot be, and more ranks than GPUs."""
-    if not container or list(_environment_problems(container)):
-        return
+    member = GroupMember(size, 0, "leader", "").environment() if size else {}
     try:
-        command = build_command(CommandContext(pod, "node"), container)
+        command = build_command(CommandContext(pod, "node", environment=member), container)
     except ContainerStartError as error:
         if error.reason == "ErrImageNeverPull":
             message = f"image {get_str(container, 'image')} has no command here, and Ray starts no images"
             fix = "choose a runtime of Headrace, or write the command, which has to be installed on the nodes"
-            yield Problem("spec.engine.runner.image", message, fix)
+            yield Problem(f"{where}.runner.image", message, fix)
         else:
-            yield Problem("spec.engine.runner", error.message, "change it")
+            yield Problem(f"{where}.runner", error.message, "change it")
+        return
+    if size and not command.is_headrace:
+        yield Problem(f"{where}.runner.command", "another engine over several nodes does not run on Ray", _FIX_RUNTIME)
         return
     ranks, gpus = _ranks(command.args), _gpu_count(container)
-    if gpus and ranks > gpus:
-        message = f"the server has {ranks} ranks and {gpus} GPUs"
-        yield Problem("spec.engine.runner.resources", message, f"ask for {_GPUS[0]}: {ranks}, on one node")
-    if _option(command.args, ("--nnodes",)) not in ("", "1"):
-        yield Problem("spec.engine.runner.args", "--nnodes is not supported on Ray", _FIXES["spec.engine.worker"])
+    nodes = max(1, size)
+    if gpus and ranks > gpus * nodes:
+        message = f"the server has {ranks} ranks and {gpus} GPUs" + (f" on each of {nodes} nodes" if nodes > 1 else "")
+        fix = f"ask for {_GPUS[0]}: {-(-ranks // nodes)}, on {'one node' if nodes == 1 else 'each node'}"
+        yield Problem(f"{where}.runner.resources", message, fix)
+    if not size and _option(command.args, ("--nnodes",)) not in ("", "1"):
+        yield Problem(f"{where}.runner.args", "--nnodes is not supported on Ray", _FIX_NODES)
 
 
 def _ranks(args: Collection[str]) -> int:
@@ -345,12 +392,14 @@ def _gpu_count(container: Document) -> int:
     return int(max(_amount(container, name) for name in _GPUS))
 
 
-def _engine_pod(planned: Plan) -> Document:
-    """Return the pod template of the engine's Deployment."""
-    deployment_name = component_name(name_of(planned.service), ENGINE)
+def _engine_pod(planned: Plan, template: str = "leaderTemplate") -> Document:
+    """Return the pod template of the engine's Deployment, or one of its LeaderWorkerSet."""
+    wanted = component_name(name_of(planned.service), ENGINE)
     for document in planned.objects:
-        if kind_of(document) == "Deployment" and name_of(document) == deployment_name:
+        if kind_of(document) == "Deployment" and name_of(document) == wanted:
             return get_mapping(document, "spec", "template")
+        if kind_of(document) == "LeaderWorkerSet" and name_of(document) == lws_name(wanted):
+            return get_mapping(document, "spec", "leaderWorkerTemplate", template)
     return {}
 
 
