@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure tensor parallelism on this machine's CPUs: memory while loading, the message of a step, and a killed rank.
 
-python scripts/measure_ranks.py memory FOLDER 2     # the shard of one rank: its bytes, and by how much memory grew at most
+python scripts/measure_ranks.py memory 2            # the shard of one rank: its bytes, and by how much memory grew at most
 python scripts/measure_ranks.py step 2              # microseconds until all ranks have a step of 32 sequences decoded
 python scripts/measure_ranks.py step 2 --tcp        # the same by TCP on loopback, as from node to node
-python scripts/measure_ranks.py kill FOLDER 2 20    # seconds until a request is answered after kill -9 of a rank
+python scripts/measure_ranks.py kill 2 20           # seconds until a request is answered after kill -9 of a rank
 
-Each prints a JSON object.
+Each prints a JSON object. The models are made here; `--folder` names another for `memory` and `kill`. That ranks answer as one
+process is a test: python -m pytest tests/backends/llm/test_llm_tensor_parallel_processes.py
 """
 
 from __future__ import annotations
@@ -15,16 +16,27 @@ import argparse
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCES, STEPS = 32, 2000
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+}
+"""A model whose shard is much larger than what else a process allocates."""
 
 
 def measure_memory(folder: Path, degree: int) -> dict[str, Any]:
@@ -68,15 +80,17 @@ def measure_step(degree: int, *, tcp: bool = False) -> dict[str, Any]:
     encoder = StepEncoder(())
     first = encoder.encode([Chunk(sequence, 0, 100, True) for sequence in sequences], greedy=True, sampled=False)
     latencies: list[float] = []
+    processor: list[float] = []
     for number in range(STEPS):
         for sequence in sequences:
             sequence.tokens.append(number)
-        began = time.monotonic_ns()
         chunks = [Chunk(sequence, 100 + number, 1, True) for sequence in sequences]
+        began, used = time.monotonic_ns(), time.thread_time_ns()
         message = encoder.encode(chunks, greedy=True, sampled=False) if number else first
         for link in links:
             link.send(Kind.STEP, message)
         sent = time.monotonic_ns()
+        processor.append((time.thread_time_ns() - used) / 1000)
         arrived = max(int.from_bytes(link.receive(60)[1], "little") for link in links)
         latencies.append((max(arrived, sent) - began) / 1000)
     for link in links:
@@ -85,6 +99,7 @@ def measure_step(degree: int, *, tcp: bool = False) -> dict[str, Any]:
     return {
         "ranks": degree,
         "sequences": SEQUENCES,
+        "processor_us": round(statistics.median(processor), 1),
         "median_us": round(statistics.median(latencies), 1),
         "p99_us": round(latencies[int(len(latencies) * 0.99)], 1),
         "least_us": round(latencies[0], 1),
@@ -139,7 +154,7 @@ async def measure_kills(folder: Path, degree: int, count: int) -> dict[str, Any]
         group: Any = tiny.engine.runner._group  # type: ignore[attr-defined]
         expected = (await tiny.ask(question)).text
         for number in range(count):
-            await asyncio.sleep(15)  # spares start, and import what they need
+            await _await_spares(group)
             began = time.monotonic()
             os.kill(group._ranks[number % (degree - 1)].pid, signal.SIGKILL)
             answer = ""
@@ -154,24 +169,44 @@ async def measure_kills(folder: Path, degree: int, count: int) -> dict[str, Any]
     return {"kills": count, "median_s": round(statistics.median(seconds), 2), "longest_s": round(max(seconds), 2)}
 
 
+async def _await_spares(group: Any) -> None:
+    """Wait until the processes in reserve have imported what they need: then they say hello."""
+    count = len(group._ranks)
+    while True:
+        spares = [spare.link.fileno() for spare in group._source._spares]
+        if len(spares) == count and len(select.select(spares, [], [], 0)[0]) == count:
+            return
+        await asyncio.sleep(0.1)
+
+
+def _tiny_model(folder: Path, **sizes: int) -> Path:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support import llm_models
+
+    return llm_models.tiny_llama(folder, **sizes)
+
+
 def main() -> None:
     """Run one measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
     memory, step, kill = (kinds.add_parser(name) for name in ("memory", "step", "kill"))
     for kind in (memory, kill):
-        kind.add_argument("folder", type=Path)
+        kind.add_argument("--folder", type=Path, help="a model in Hugging Face's format")
     for kind in (memory, step, kill):
-        kind.add_argument("degree", type=int)
+        kind.add_argument("degree", type=int, help="ranks")
     kill.add_argument("count", type=int)
     step.add_argument("--tcp", action="store_true")
     options = parser.parse_args()
-    if options.kind == "memory":
-        print(json.dumps(measure_memory(options.folder, options.degree)))
-    elif options.kind == "step":
-        print(json.dumps(measure_step(options.degree, tcp=options.tcp)))
-    else:
-        print(json.dumps(asyncio.run(measure_kills(options.folder, options.degree, options.count))))
+    with tempfile.TemporaryDirectory() as place:
+        made = Path(place, "tiny", "1")
+        if options.kind == "memory":
+            result = measure_memory(options.folder or _tiny_model(made, **LARGER), options.degree)
+        elif options.kind == "step":
+            result = measure_step(options.degree, tcp=options.tcp)
+        else:
+            result = asyncio.run(measure_kills(options.folder or _tiny_model(made), options.degree, options.count))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 # A Slurm of one node with four pretended GPUs, and an sshd on loopback, of the tests' own:
 # `slurm.sh install`, `slurm.sh start DIR`, `slurm.sh stop DIR`. Everything of them lies under DIR: `slurm.conf`, and for ssh
 # `ssh_port`, `client_key`, `known_hosts`. Neither a munged nor an sshd of the machine's own is touched.
+# `slurm.sh start DIR 2` starts two nodes, n1 and n2: a slurmd each, on this machine.
 set -euo pipefail
 
 install() {
@@ -26,13 +27,12 @@ install() {
   fi
 }
 
-# Three ports that nobody listens at just now.
-# Three, below those that the kernel gives to outgoing connections: any client could take one of these meanwhile.
+# As many ports that nobody listens at just now, below those that the kernel gives to outgoing connections: any client could take one of these meanwhile.
 free_ports() {
-  python3 - <<'PYTHON'
-import random, socket
+  python3 - "$1" <<'PYTHON'
+import random, socket, sys
 held = {}
-while len(held) < 3:
+while len(held) < int(sys.argv[1]):
     each, port = socket.socket(), random.randrange(19_000, 20_000)
     try:
         each.bind(("127.0.0.1", port))
@@ -44,11 +44,14 @@ PYTHON
 }
 
 configure() {
-  local dir=$1 controller=$2 node=$3 name
+  local dir=$1 controller=$2 name number nodes
+  shift 2
   name=$(hostname -s)
   for number in 0 1 2 3; do mknod "$dir/gpu$number" c 1 3; done
-  echo "NodeName=$name Name=gpu File=$dir/gpu[0-3]" >"$dir/gres.conf"
-  # Eight processors and 8 GB whatever the machine has: what tests count on.
+  nodes=$(node_names "$#")
+  : >"$dir/gres.conf"
+  for number in $nodes; do echo "NodeName=$number Name=gpu File=$dir/gpu[0-3]" >>"$dir/gres.conf"; done
+  # Eight processors and 8 GB for each node whatever the machine has: what tests count on.
   cat >"$dir/slurm.conf" <<CONF
 ClusterName=headrace
 SlurmctldHost=$name(127.0.0.1)
@@ -58,13 +61,12 @@ AuthInfo=socket=$dir/munge.socket
 SlurmUser=root
 SlurmdUser=root
 SlurmctldPort=$controller
-SlurmdPort=$node
 StateSaveLocation=$dir/spool/controller
-SlurmdSpoolDir=$dir/spool/node
+SlurmdSpoolDir=$dir/spool/%n
 SlurmctldPidFile=$dir/slurmctld.pid
-SlurmdPidFile=$dir/slurmd.pid
+SlurmdPidFile=$dir/slurmd-%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
-SlurmdLogFile=$dir/log/slurmd.log
+SlurmdLogFile=$dir/log/slurmd-%n.log
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -81,9 +83,20 @@ KillWait=5
 MinJobAge=300
 GresTypes=gpu
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
-NodeName=$name NodeAddr=127.0.0.1 CPUs=8 RealMemory=8000 Gres=gpu:4 State=UNKNOWN
-PartitionName=main Nodes=$name Default=YES MaxTime=INFINITE State=UP
 CONF
+  for number in $nodes; do
+    echo "NodeName=$number NodeHostname=$name NodeAddr=127.0.0.1 Port=$1 CPUs=8 RealMemory=8000 Gres=gpu:4 State=UNKNOWN"
+    shift
+  done >>"$dir/slurm.conf"
+  echo "PartitionName=main Nodes=${nodes// /,} Default=YES MaxTime=INFINITE State=UP" >>"$dir/slurm.conf"
+}
+
+# One node has the name of the machine.
+node_names() {
+  local number names=()
+  [ "$1" = 1 ] && hostname -s && return
+  for number in $(seq "$1"); do names+=("n$number"); done
+  echo "${names[*]}"
 }
 
 configure_ssh() {
@@ -113,7 +126,8 @@ CONF
 }
 
 start() {
-  local dir=$1 controller node ssh
+  local dir=$1 count=${2:-1} controller ssh node
+  local -a ports
   mkdir -p -m 700 "$dir"
   dir=$(cd "$dir" && pwd)
   if [ -e "$dir/slurm.conf" ]; then
@@ -124,10 +138,12 @@ start() {
     echo "Slurm of the tests needs root: its daemons start jobs as their users" >&2
     exit 1
   fi
-  mkdir -p "$dir/spool/controller" "$dir/spool/node" "$dir/log"
-  read -r controller node ssh < <(free_ports)
+  mkdir -p "$dir/spool/controller" "$dir/log"
+  for node in $(node_names "$count"); do mkdir -p "$dir/spool/$node"; done
+  read -r -a ports < <(free_ports $((count + 2)))
+  controller=${ports[0]} ssh=${ports[1]}
   (umask 077 && head -c 1024 /dev/urandom >"$dir/munge.key")
-  configure "$dir" "$controller" "$node"
+  configure "$dir" "$controller" "${ports[@]:2}"
   configure_ssh "$dir" "$ssh"
   # Not a word of this script's own output may stay open in a daemon, or whoever reads it waits for the daemon's end.
   setsid munged --force --foreground --socket="$dir/munge.socket" --key-file="$dir/munge.key" --pid-file="$dir/munged.pid" \
@@ -135,11 +151,13 @@ start() {
   for _ in $(seq 1 1200); do [ -S "$dir/munge.socket" ] && break; sleep 0.05; done
   export SLURM_CONF=$dir/slurm.conf
   setsid slurmctld -D >"$dir/log/slurmctld.out" 2>&1 </dev/null &
-  setsid slurmd -D -N "$(hostname -s)" >"$dir/log/slurmd.out" 2>&1 </dev/null &
+  for node in $(node_names "$count"); do
+    setsid slurmd -D -N "$node" >"$dir/log/slurmd-$node.out" 2>&1 </dev/null &
+  done
   [ -d /run/sshd ] || { mkdir -p /run/sshd && touch "$dir/made_run_sshd"; }
   /usr/sbin/sshd -f "$dir/sshd_config" -E "$dir/log/sshd.log" </dev/null >/dev/null 2>&1
   for _ in $(seq 1 1200); do
-    if [ "$(sinfo -h -o %t 2>/dev/null)" = idle ]; then return 0; fi
+    if [ "$(sinfo -h -N -o %t 2>/dev/null | grep -c '^idle$')" = "$count" ]; then return 0; fi
     sleep 0.1
   done
   tail -n 20 "$dir"/log/* >&2
@@ -169,7 +187,9 @@ stop() {
   timeout 10 scancel --full --signal=KILL --user="$(id -un)" 2>/dev/null || true
   timeout 10 scancel --user="$(id -un)" 2>/dev/null || true
   for _ in $(seq 1 100); do [ -z "$(timeout 5 squeue -h 2>/dev/null)" ] && break; sleep 0.1; done
-  for daemon in sshd slurmd slurmctld munged; do end "$dir" "$daemon.pid"; done
+  for daemon in "$dir"/sshd.pid "$dir"/slurmd-*.pid "$dir"/slurmctld.pid "$dir"/munged.pid; do
+    end "$dir" "$(basename "$daemon")"
+  done
   # Every sshd of the machine needs that folder.
   if [ -e "$dir/made_run_sshd" ] && ! pgrep -x sshd -r R,S,D >/dev/null; then rmdir /run/sshd 2>/dev/null || true; fi
   rm -rf "$dir/spool" "$dir/log" "$dir/home" "$dir"/gpu? "$dir"/*.pid "$dir"/*_key "$dir"/*_key.pub "$dir"/munge* \
@@ -178,9 +198,9 @@ stop() {
 
 case "${1:-}" in
   install) install ;;
-  start | stop) "$1" "${2:?which folder}" ;;
+  start | stop) "$1" "${2:?which folder}" "${3:-1}" ;;
   *)
-    echo "usage: slurm.sh install | start DIR | stop DIR" >&2
+    echo "usage: slurm.sh install | start DIR [NODES] | stop DIR" >&2
     exit 2
     ;;
 esac

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from starlette.responses import Response
 from headrace.core.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from headrace.fleet.ray_serve.forwarding import Forwarder, ForwardRequest, target_of, without_hop_by_hop
 from headrace.fleet.ray_serve.replica import ReplicaServer
-from headrace.fleet.ray_serve.replica_spec import ReplicaSpec
+from headrace.fleet.ray_serve.replica_spec import GroupMember, ReplicaSpec, WorkerSpec
+from headrace.fleet.ray_serve.workers import Workers, WorkerServer, launch_workers
 from support.async_tests import async_test
 from support.virtual_time import LoopClock, run_virtual
 
@@ -235,12 +238,17 @@ class FakeServer:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: bool = False
     fails: bool = False
+    is_silent: bool = False
+    """Never ready."""
+    ports: dict[int, int] = field(default_factory=lambda: {8080: 31000, 29500: 31001})
 
     async def wait(self) -> int | None:
         await self.ended.wait()
         return -9
 
     async def wait_ready(self) -> None:
+        if self.is_silent:
+            await asyncio.Event().wait()
         if self.fails:
             raise FailedPrecondition("it did not become ready")
 
@@ -256,11 +264,48 @@ class FakeServer:
 
 
 async def start(server: FakeServer, exits: list[int] | None = None, **changes: Any) -> ReplicaServer:
-    async def launch(spec: ReplicaSpec) -> Any:
+    async def launch(spec: ReplicaSpec, member: GroupMember | None) -> Any:
+        assert member is None
         return server
 
     content = replace(SPEC, **changes).as_json()
     return await ReplicaServer.start(content, launch, (exits if exits is not None else []).append)
+
+
+@dataclass
+class FakeWorkers:
+    """In place of the actors of a group. Implements `Workers`."""
+
+    server: FakeServer
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped_after_leader: bool = False
+
+    async def ended(self) -> str:
+        await self.ending.wait()
+        return "worker 1: it has ended"
+
+    async def stop(self) -> None:
+        self.stopped_after_leader = self.server.stopped
+
+
+async def start_group(workers: FakeWorkers, exits: list[int], error: str = "") -> tuple[ReplicaServer, GroupMember]:
+    """A replica with a leader and a worker, and the place of the leader."""
+    members: list[GroupMember] = []
+
+    async def launch(spec: ReplicaSpec, member: GroupMember | None) -> Any:
+        assert member is not None
+        members.append(member)
+        return workers.server
+
+    async def launch_others(spec: ReplicaSpec, member: GroupMember, ports: Mapping[int, int]) -> Workers:
+        assert (member, ports) == (members[0], workers.server.ports)
+        if error:
+            raise FailedPrecondition(error)
+        return workers
+
+    content = replace(SPEC, worker=WorkerSpec(1, {}, 1.0, 0, 0)).as_json()
+    replica = await ReplicaServer.start(content, launch, exits.append, launch_others, lambda: "10.0.0.7")
+    return replica, members[0]
 
 
 def request(path: str = "/digits/v2", method: str = "GET", **headers: str) -> Request:
@@ -359,3 +404,154 @@ async def test_a_server_that_does_not_become_ready_is_stopped() -> None:
 async def test_a_service_of_another_version_is_refused() -> None:
     with pytest.raises(FailedPrecondition, match=r"deployed by Headrace 0\.0\.1.*install the same on all nodes"):
         await start(FakeServer(), version="0.0.1")
+
+
+# Groups
+
+
+def test_a_group_ends_with_any_of_its_servers() -> None:
+    async def scenario(of_worker: bool) -> list[int]:
+        workers, exits = FakeWorkers(FakeServer()), list[int]()
+        replica, _ = await start_group(workers, exits)
+        (workers.ending if of_worker else workers.server.ended).set()
+        await replica.watched()
+        await replica.stop()
+        return exits
+
+    for of_worker in (False, True):
+        assert run_virtual(scenario(of_worker), LoopClock()) == [1]
+
+
+@async_test
+async def test_a_group_is_stopped_leader_first() -> None:
+    workers, exits = FakeWorkers(FakeServer()), list[int]()
+    replica, _ = await start_group(workers, exits)
+    await replica.stop()
+    assert workers.stopped_after_leader and exits == []
+
+
+@async_test
+async def test_a_worker_that_cannot_start_stops_the_leader_and_is_named() -> None:
+    workers = FakeWorkers(FakeServer())
+    with pytest.raises(FailedPrecondition, match="worker 1 of digits: model tiny is not on node gpu02"):
+        await start_group(workers, [], error="worker 1 of digits: model tiny is not on node gpu02")
+    assert workers.server.stopped
+
+
+@async_test
+async def test_a_worker_that_ends_before_the_group_is_ready_stops_all() -> None:
+    workers = FakeWorkers(FakeServer(is_silent=True))
+    workers.ending.set()
+    with pytest.raises(FailedPrecondition, match="worker 1: it has ended; it ended before the group was ready"):
+        await start_group(workers, [])
+    assert workers.stopped_after_leader
+
+
+@async_test
+async def test_a_worker_gets_the_place_that_leader_worker_set_would_give_it() -> None:
+    workers, seen = FakeWorkers(FakeServer()), list[GroupMember]()
+    replica, leader = await start_group(workers, [])
+    await replica.stop()
+
+    async def launch(spec: ReplicaSpec, member: GroupMember) -> Any:
+        seen.append(member)
+        return FakeServer()
+
+    content = json.loads(json.dumps(replace(SPEC, worker=WorkerSpec(1, {"spec": {}}, 1.0, 0, 0)).as_json()))
+    member = json.loads(json.dumps(leader.worker(1, {29500: 31001}).as_json()))
+    worker = WorkerServer(launch)
+    assert await worker.start(content, member) == ""
+    (place,) = seen
+    assert place.leader_ports == {29500: 31001} and len(place.key) == 64
+    assert place.environment() == {
+        "LWS_LEADER_ADDRESS": "10.0.0.7",
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "1",
+        "HEADRACE_HANDING_KEY": leader.key,
+    }
+    assert leader.key not in repr(place)
+    assert "deployed by Headrace 0.0.1" in await worker.start({**content, "version": "0.0.1"}, member)
+
+
+# Actors
+
+
+class FakeActor:
+    """In place of an actor of Ray: its methods are those of an object in this process."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.lost: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            if self.lost is not None:
+                raise self.lost
+            return await getattr(self._worker, name)(*arguments)
+
+        return SimpleNamespace(remote=call)
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """In place of the package `ray`."""
+    fake: Any = ModuleType("ray")
+    fake.actors, fake.killed, fake.places = [], [], []
+    fake.exceptions = SimpleNamespace(RayError=type("RayError", (Exception,), {}))
+    servers = [FakeServer(), FakeServer()]
+
+    async def launch(spec: ReplicaSpec, member: GroupMember) -> Any:
+        if spec.name == "refused":
+            raise FailedPrecondition(f"no model on node {member.index}")
+        return servers[member.index - 1]
+
+    def create() -> FakeActor:
+        fake.actors.append(FakeActor(WorkerServer(launch)))
+        return fake.actors[-1]
+
+    def options(**given: Any) -> Any:
+        fake.places.append(given)
+        return SimpleNamespace(remote=create)
+
+    fake.remote = lambda kind: SimpleNamespace(options=options)
+    fake.kill = lambda actor: fake.killed.append(actor)
+    fake.servers = servers
+    util, strategies = ModuleType("ray.util"), ModuleType("ray.util.scheduling_strategies")
+    util.get_current_placement_group = lambda: "the group"  # type: ignore[attr-defined]
+    strategies.PlacementGroupSchedulingStrategy = SimpleNamespace  # type: ignore[attr-defined]
+    for name, module in (("ray", fake), ("ray.util", util), ("ray.util.scheduling_strategies", strategies)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+GROUP = replace(SPEC, worker=WorkerSpec(2, {}, 3.0, 1, 512))
+LEADER = GroupMember(3, 0, "10.0.0.7", "secret")
+
+
+@async_test
+async def test_workers_are_actors_in_the_other_bundles(fake_ray: Any) -> None:
+    workers = await launch_workers(GROUP, LEADER, {29500: 31001})
+    assert [place.pop("scheduling_strategy").placement_group_bundle_index for place in fake_ray.places] == [1, 2]
+    assert fake_ray.places == [{"num_cpus": 3.0, "num_gpus": 1, "memory": 512}] * 2
+    ended = asyncio.ensure_future(workers.ended())
+    await asyncio.sleep(0)
+    fake_ray.servers[1].ended.set()
+    assert await ended == "worker 2: it has ended: -9"
+    await workers.stop()
+    assert fake_ray.killed == fake_ray.actors and all(server.stopped for server in fake_ray.servers)
+
+
+@async_test
+async def test_a_lost_actor_is_a_worker_that_has_ended(fake_ray: Any) -> None:
+    workers = await launch_workers(GROUP, LEADER, {})
+    fake_ray.actors[0].lost = fake_ray.exceptions.RayError("its node has failed")
+    assert await workers.ended() == "worker 1: its process or its node has ended"
+    await workers.stop()
+    assert fake_ray.killed == fake_ray.actors
+
+
+@async_test
+async def test_workers_that_cannot_start_are_named_and_killed(fake_ray: Any) -> None:
+    with pytest.raises(FailedPrecondition, match="worker 1 of refused: no model on node 1"):
+        await launch_workers(replace(GROUP, name="refused"), LEADER, {})
+    assert fake_ray.killed == fake_ray.actors

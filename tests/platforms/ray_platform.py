@@ -65,8 +65,13 @@ def ray_cluster() -> Iterator[RayCluster]:
         "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray's own are for a machine that does nothing else.
-        "RAY_raylet_start_wait_time_s": "60",
-        "RAY_agent_register_timeout_ms": "300000",
+        "RAY_raylet_start_wait_time_s": "600",
+        "RAY_agent_register_timeout_ms": "600000",
+        "RAY_worker_register_timeout_seconds": "600",
+        "RAY_gcs_server_request_timeout_seconds": "600",
+        "RAY_health_check_timeout_ms": "60000",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
         "NO_COLOR": "1",
         "TERM": "dumb",
     }

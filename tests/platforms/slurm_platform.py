@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Slurm of one node with four pretended GPUs, and a real sshd on loopback, by `scripts/platforms/slurm.sh`."""
+"""A real Slurm of one node or two, with four pretended GPUs each, and a real sshd: see `scripts/platforms/slurm.sh`."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
+def cluster(nodes: int = 1) -> Iterator[Cluster]:
     """Started and stopped; nothing is left."""
     # Not pytest's folder: the paths of sockets are short.
     folder = Path(tempfile.mkdtemp(prefix="hr-slurm-"))
     try:
-        subprocess.run([SCRIPT, "start", folder], check=True, timeout=180)
+        subprocess.run([SCRIPT, "start", folder, str(nodes)], check=True, timeout=180)
         yield Cluster(folder)
     finally:
         # Tunnels of a test that failed: none but ours has that key.

@@ -23,6 +23,7 @@ from headrace.backends.llm.tensor_parallel import group
 from headrace.core.errors import Unavailable
 from headrace.core.generation import Generation, Sampling
 from support import llm_models
+from support.adapters import save_adapters
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,26 +39,34 @@ KINDS: dict[str, Callable[..., Path]] = {
 PROMPTS = [("the quick brown fox jumps over Grüße " * 4)[number : 3 + 9 * number] for number in range(1, 9)]
 GREEDY = Sampling(temperature=0.0, max_tokens=10)
 LONG = Sampling(temperature=0.0, max_tokens=1500, ignore_eos=True)
+ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 SMALL = {"max_running": "3", "max_step_tokens": "12", "page_size": "4"}
 
 
-async def answers(tiny: Served) -> list[str]:
+async def answers(tiny: Served, adapter: str = "") -> list[str]:
     """Streamed, to all prompts at once: in chunks of 12 tokens."""
-    callers = [tiny.ask(Generation(prompt=prompt, sampling=GREEDY, stream=True)) for prompt in PROMPTS]
+    callers = [tiny.ask(Generation(prompt=prompt, sampling=GREEDY, stream=True, adapter=adapter)) for prompt in PROMPTS]
     return [caller.text for caller in await asyncio.gather(*callers)]
 
 
-@pytest.mark.parametrize(("kind", "degree"), [*((kind, 2) for kind in KINDS), ("llama", 4), ("qwen3_moe", 4)])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
 def test_processes_answer_as_one_process(kind: str, degree: int, tmp_path: Path) -> None:
+    """Streamed, in chunks, with hits in the prefix cache, with an adapter and without."""
     folder = KINDS[kind](tmp_path / "tiny" / "1")
+    adapters = save_adapters(folder, tmp_path, {"red": ADAPTER})
+    parameters = {**SMALL, "adapters": f"red={adapters / 'red'}"}
 
     async def compare() -> None:
-        async with served(folder, **SMALL) as one:
-            expected = await answers(one)
-        async with served(folder, tensor_parallel=str(degree), **SMALL) as several:
+        async with served(folder, **parameters) as one:
+            expected, changed = await answers(one), await answers(one, "red")
+        assert changed != expected
+        async with served(folder, tensor_parallel=str(degree), **parameters) as several:
             assert await answers(several) == expected
-            assert await answers(several) == expected  # with hits in the prefix cache
-            assert several.engine.scheduler.prefix_hits
+            hits = several.engine.scheduler.prefix_hits
+            assert await answers(several) == expected
+            assert several.engine.scheduler.prefix_hits > hits
+            assert await answers(several, "red") == changed
 
     asyncio.run(compare())
 
@@ -104,17 +113,8 @@ def test_a_stopped_rank_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     asyncio.run(stop())
 
 
-def test_a_rank_has_little_more_than_its_shard_in_memory_while_it_loads(tmp_path: Path) -> None:
-    folder = llm_models.tiny_llama(
-        tmp_path / "model",
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=8192,
-    )
-    script = [sys.executable, str(ROOT / "scripts" / "measure_ranks.py"), "memory", str(folder), "2"]
+def test_a_rank_has_little_more_than_its_shard_in_memory_while_it_loads() -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "measure_ranks.py"), "memory", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     told = subprocess.run(script, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(told.stdout)

@@ -10,8 +10,12 @@ shows up in the list of processes.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
+import threading
+
+_POLL_MILLISECONDS = 500
 
 
 def _run(descriptor: int, parent: int, root: str) -> None:
@@ -22,9 +26,21 @@ def _run(descriptor: int, parent: int, root: str) -> None:
         del sys.path[0]
     if root not in sys.path:
         sys.path.insert(0, root)
+    loaded = threading.Event()
+    threading.Thread(target=_exit_with_server, args=(descriptor, loaded), daemon=True).start()
     from headrace.backends.llm.tensor_parallel.rank import main
 
+    loaded.set()
     main(socket.socket(fileno=descriptor), parent)
+
+
+def _exit_with_server(descriptor: int, loaded: threading.Event) -> None:
+    """End this process if the server ends while it imports, which takes a minute on a busy machine. In a thread."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    while not loaded.is_set():
+        if poll.poll(_POLL_MILLISECONDS) and not loaded.is_set():
+            os._exit(1)
 
 
 if __name__ == "__main__":
