@@ -6,8 +6,8 @@ python scripts/measure_ranks.py step 2              # microseconds until all ran
 python scripts/measure_ranks.py step 2 --tcp        # the same by TCP on loopback, as from node to node
 python scripts/measure_ranks.py kill 2 20           # seconds until a request is answered after kill -9 of a rank
 
-Each prints a JSON object. The models are made here; `--folder` names another for `memory` and `kill`. That ranks answer as one
-process is a test: python -m pytest tests/backends/llm/test_llm_tensor_parallel_processes.py
+Each prints a JSON object. The models are made here; `--folder` names another for `memory` and `kill`. That ranks answer as
+one process is a test: python -m pytest tests/backends/llm/test_llm_tensor_parallel_processes.py
 """
 
 from __future__ import annotations

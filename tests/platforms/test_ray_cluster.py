@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from ray_platform import RayCluster, ray_cluster, servers
@@ -92,16 +93,18 @@ def service(cluster: RayCluster, model: Path, port: int, tmp_path_factory: pytes
 
 
 @contextmanager
-def post(port: int, path: str, tokens: int, *, stream: bool = False) -> Iterator[http.client.HTTPResponse]:
-    body = {"model": NAME, "prompt": "the quick", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+def post(
+    port: int, path: str, tokens: int, *, stream: bool = False, model: str = NAME
+) -> Iterator[http.client.HTTPResponse]:
+    body = {"model": model, "prompt": "the quick", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LONG_SECONDS)) as connection:
         connection.request("POST", f"{path}/v1/completions", json.dumps(body | {"stream": stream}))
         with connection.getresponse() as response:
             yield response
 
 
-def text_of(port: int, path: str) -> str:
-    with post(port, path, 12) as response:
+def text_of(port: int, path: str, model: str = NAME) -> str:
+    with post(port, path, 12, model=model) as response:
         content = response.read()
     assert response.status == 200, content
     return str(json.loads(content)["choices"][0]["text"])
@@ -115,16 +118,23 @@ def is_answering(port: int, path: str) -> bool:
         return False
 
 
-def outcome(port: int, path: str, tokens: int, stream: bool) -> str:
+def outcome(port: int, path: str, tokens: int, stream: bool, model: str = NAME) -> str:
     """What a client is told: `complete`, a status, or that the response was cut."""
     try:
-        with post(port, path, tokens, stream=stream) as response:
+        with post(port, path, tokens, stream=stream, model=model) as response:
             content = response.read()
     except (OSError, http.client.HTTPException) as error:
         return type(error).__name__
     if response.status != 200:
         return str(response.status)
+    if stream and b'data: {"error"' in content:
+        return "told by an event"
     return "complete" if not stream or content.endswith(b"data: [DONE]\n\n") else "incomplete, and not told"
+
+
+def child_commands(pid: int) -> str:
+    """The command lines of a process's children."""
+    return " ".join(" ".join(child.cmdline()) for child in psutil.Process(pid).children())
 
 
 def states(cluster: RayCluster, name: str = NAME) -> dict[str, int]:
@@ -259,6 +269,57 @@ serve.run(build({"files": [sys.argv[1]]}), name=sys.argv[2], route_prefix="/othe
     assert done.returncode == 0, done.stderr
     text_of(port, "/other")
     assert cluster.headrace("ray", "delete", NAME).returncode == 0
+
+
+def test_a_model_over_both_nodes_answers_as_one_server_and_comes_back_whole(
+    cluster: RayCluster, model: Path, port: int, tmp_path: Path
+) -> None:
+    """A leader and a worker, which compute each token together: one is killed, then a node."""
+    name = f"group-{os.getpid()}"
+    member = {"runner": {"resources": {"requests": {"cpu": "1", "memory": "256Mi"}}}}
+    path = write_service(tmp_path, model, name, replicas=1, leader=member, worker={"size": 1, **member}, runner=None)
+    documents = list(yaml.safe_load_all(path.read_text()))
+    documents[1]["spec"]["runtime"]["name"] = "headrace-multi-node"
+    del documents[1]["spec"]["engine"]["runner"]
+    path.write_text(yaml.safe_dump_all(documents))
+    done = cluster.headrace("ray", "deploy", path, "--port", str(port), "--timeout", "1200")
+    assert done.returncode == 0, done.stderr
+    with Program(
+        *("serve", "--model-path", model, "--model-name", name, "--http-port", "0", "--grpc-port", "0"),
+        log=tmp_path / "log",
+        ready="ready: ",
+    ) as alone:
+        expected = text_of(alone.port, "", name)
+
+    def is_whole() -> bool:
+        try:
+            return text_of(port, f"/{name}", name) == expected
+        except (OSError, http.client.HTTPException, AssertionError):
+            return False
+
+    assert is_whole()
+    before = servers(name)
+    assert len(before) == 2 and len(set(before.values())) == 2
+    worker = next(pid for pid in before if "rank_stub" in child_commands(pid))
+    with ThreadPoolExecutor(1) as pool:
+        with post(port, f"/{name}", 1900, stream=True, model=name) as stream:
+            assert stream.readline().startswith(b"data: ")
+            running = pool.submit(outcome, port, f"/{name}", 1900, True, name)
+            os.kill(worker, signal.SIGKILL)
+            assert running.result(LONG_SECONDS) not in ("complete", "incomplete, and not told")
+            try:
+                assert b'data: {"error"' in stream.read()
+            except http.client.IncompleteRead:
+                pass  # it is cut, and the client knows
+    eventually(lambda: not servers(name).keys() & before.keys(), within=LONG_SECONDS)  # the leader ends with its worker
+    eventually(is_whole, within=LONG_SECONDS)
+    before = servers(name)
+    cluster.tell("kill")
+    eventually(lambda: not servers(name).keys() & before.keys(), within=LONG_SECONDS)
+    cluster.tell("add")
+    eventually(is_whole, within=LONG_SECONDS)
+    assert cluster.headrace("ray", "delete", name).returncode == 0
+    eventually(lambda: not servers(name), within=LONG_SECONDS)
 
 
 def test_a_service_that_is_not_there_is_named(cluster: RayCluster) -> None:

@@ -105,6 +105,10 @@ _OTHER_PARAMETERS = frozenset(
 """Parameters that `embedding`, `vision`, the protocols and the repository read, or that the backend sets."""
 
 
+MAX_RANKS = 64
+"""Largest `tensor_parallel`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LlmSettings:
     """The settings of a model. None or 0: depends on the model or the device."""
@@ -263,7 +267,7 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         compile=parse_bool(parameters, "compile", True),
         cuda_graphs=parse_bool(parameters, "cuda_graphs", True),
         threads=parse_int(parameters, "threads", 0, 1024),
-        tensor_parallel=parse_int(parameters, "tensor_parallel", 1, 64, 1),
+        tensor_parallel=parse_int(parameters, "tensor_parallel", 1, MAX_RANKS, 1),
         rank_timeout_seconds=parse_int(parameters, "rank_timeout_seconds", 600, 86400, 1),
     )
 

@@ -525,14 +525,23 @@ def test_other_weights_and_adapters_have_other_fingerprints(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("degree", "model", "text"),
     [
-        (3, {}, "tensor_parallel is 3, which does not divide the model's 4 attention heads"),
+        (3, {}, "tensor_parallel is 3, which does not divide the model's 4 attention heads.*: use 2 or 4$"),
+        (
+            2,
+            {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48},
+            "3 attention heads.*: no number does",
+        ),
         (8, {}, "does not divide the model's 4 attention heads"),
         (
             4,
             {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4, "intermediate_size": 126},
             "126 values",
         ),
-        (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}, "2 key-value heads"),
+        (
+            3,
+            {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96, "intermediate_size": 96},
+            "2 key-value",
+        ),
         (4, {"intermediate_size": 102}, r"102 values between the layers of its MLP \(intermediate_size\)"),
     ],
 )

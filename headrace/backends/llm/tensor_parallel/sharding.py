@@ -9,10 +9,11 @@ has consecutive tokens of the embeddings and of the head, and the last rank may 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.backends.llm.settings import MAX_RANKS
 from headrace.core.errors import InvalidArgument, Unimplemented
 
 ARCHITECTURES = (
@@ -162,14 +163,17 @@ def sharding_of(architecture: str, config: Any, rank: int, degree: int) -> Shard
         expert_intermediate=int(getattr(config, size_name)) if size_name else 0,
         vocabulary=int(config.vocab_size),
     )
-    _check_divides(degree, heads, "attention heads (num_attention_heads)")
-    if kv_heads % degree and degree % kv_heads:
-        raise _does_not_divide(
-            degree, kv_heads, "key-value heads (num_key_value_heads), and is no multiple of it either"
-        )
-    _check_divides(degree, sharding.intermediate, "values between the layers of its MLP (intermediate_size)")
+    sizes = {
+        "attention heads (num_attention_heads)": heads,
+        "values between the layers of its MLP (intermediate_size)": sharding.intermediate,
+    }
     if size_name:
-        _check_divides(degree, sharding.expert_intermediate, f"values inside an expert ({size_name})")
+        sizes[f"values inside an expert ({size_name})"] = sharding.expert_intermediate
+    undivided = [(size, what) for what, size in sizes.items() if size % degree]
+    if not _shares_evenly(kv_heads, degree):
+        undivided.append((kv_heads, "key-value heads (num_key_value_heads), and is no multiple of it either"))
+    if undivided:
+        raise _does_not_divide(degree, *undivided[0], _usable_degrees(sizes.values(), kv_heads))
     return sharding
 
 
@@ -238,12 +242,21 @@ def _share(rank: int, size: int, degree: int) -> Span:
     return rank * share, (rank + 1) * share
 
 
-def _check_divides(degree: int, size: int, what: str) -> None:
-    if size % degree:
-        raise _does_not_divide(degree, size, what)
+def _shares_evenly(kv_heads: int, degree: int) -> bool:
+    """Whether each rank has as many key-value heads as the others; with fewer heads than ranks, several have the same."""
+    return kv_heads % degree == 0 or degree % kv_heads == 0
 
 
-def _does_not_divide(degree: int, size: int, what: str) -> InvalidArgument:
+def _usable_degrees(sizes: Collection[int], kv_heads: int) -> list[int]:
+    """Return all numbers of ranks that divide a model, but 1."""
+    degrees = range(2, min(MAX_RANKS, *sizes) + 1)
+    return [each for each in degrees if not any(size % each for size in sizes) and _shares_evenly(kv_heads, each)]
+
+
+def _does_not_divide(degree: int, size: int, what: str, usable: Sequence[int]) -> InvalidArgument:
+    numbers = [str(each) for each in usable]
+    listed = " or ".join([part for part in (", ".join(numbers[:-1]), *numbers[-1:]) if part])
+    fix = f"use {listed}" if listed else "no number does, so leave it out"
     return InvalidArgument(
-        f"parameter tensor_parallel is {degree}, which does not divide the model's {size} {what}: use another"
+        f"parameter tensor_parallel is {degree}, which does not divide the model's {size} {what}: {fix}"
     )
