@@ -164,6 +164,7 @@ async def measure_kills(folder: Path, degree: int, count: int) -> dict[str, Any]
                 except Unavailable:
                     await asyncio.sleep(0.01)
             seconds.append(time.monotonic() - began)
+            print(f"kill {number + 1} of {count}: {seconds[-1]:.2f} s", file=sys.stderr)
             if answer != expected:
                 raise SystemExit("another answer after a rank was killed")
     return {"kills": count, "median_s": round(statistics.median(seconds), 2), "longest_s": round(max(seconds), 2)}
