@@ -65,6 +65,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray's own are for a machine that does nothing else.
+        "RAY_worker_niceness": "0",  # of 15, so that everything else on the machine comes first
         "RAY_raylet_start_wait_time_s": "600",
         "RAY_agent_register_timeout_ms": "600000",
         "RAY_worker_register_timeout_seconds": "600",
