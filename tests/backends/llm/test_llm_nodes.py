@@ -36,7 +36,7 @@ from headrace.backends.llm.tensor_parallel.link import (
     read_json,
 )
 from headrace.backends.llm.tensor_parallel.node_link import join, welcome
-from headrace.backends.llm.tensor_parallel.node_pool import NodePool
+from headrace.backends.llm.tensor_parallel.node_pool import NodePool, RemoteProcess
 from headrace.backends.llm.tensor_parallel.node_worker import NodeWorker
 from headrace.core.errors import FailedPrecondition, HeadraceError, NotFound, Unavailable
 from headrace.core.generation import Generation, Sampling
@@ -460,6 +460,17 @@ def opened(here: Path, pool: NodePool, **parameters: str) -> None:
             pass
 
     asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_a_node_reads_its_own_folder_also_if_node_0_names_its_own_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = RemoteProcess(None)  # type: ignore[arg-type]  # the node is not asked
+    process.started({"process": 7, "folder": "/srv/models/tiny"})
+    for folder in (Path("models/tiny"), tmp_path / "models" / "tiny"):
+        assert process.path_of(folder, tmp_path / "models" / "tiny" / "1") == "/srv/models/tiny/1"
+    assert process.path_of(Path("models/tiny"), Path("/adapters/red")) == "/adapters/red"
 
 
 def test_other_weights_on_a_node_are_refused(tmp_path: Path) -> None:

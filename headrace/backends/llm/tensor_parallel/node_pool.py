@@ -71,9 +71,8 @@ class RemoteProcess:
 
     def path_of(self, model_folder: Path, path: Path) -> str:
         """See `RankProcess`: the node has its own folder of the model."""
-        return (
-            str(Path(self._folder) / path.relative_to(model_folder)) if path.is_relative_to(model_folder) else str(path)
-        )
+        path, here = path.absolute(), model_folder.absolute()  # a repository may be named by a relative path
+        return str(Path(self._folder) / path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
     def connected(self, link: Link) -> None:
         """Set the connection of its process."""
