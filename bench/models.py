@@ -24,8 +24,10 @@ TRITON_MLP = BENCH / "peers/triton-python/mlp_model.py"
 IDLE_MODELS = tuple(f"identity_{number:02}" for number in range(100))
 LARGEST_BATCH = 64
 ANY_SIZE = (-1,)
-IMAGE, CLASSES = (3, 224, 224), (1000,)
-FIRST_1000 = 'parameters { key: "first" value { string_value: "1000" } }'
+IMAGE = (3, 224, 224)
+FIRST_NUMBERS = 1000
+CLASSES = (FIRST_NUMBERS,)
+FIRST_1000 = f'parameters {{ key: "first" value {{ string_value: "{FIRST_NUMBERS}" }} }}'
 # There is one core; Triton's model.py says the same to its own session.
 ONE_THREAD = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
 JOINED = "dynamic_batching { }"
@@ -84,6 +86,14 @@ def triton_mlp_repository(wait_microseconds: int) -> Path:
     version = _model(folder, "mlp", _mlp_config("python", joined))
     mlp.write_onnx(version / "model.onnx")
     shutil.copyfile(TRITON_MLP, version / "model.py")
+    return folder
+
+
+def triton_native_repository() -> Path:
+    """The two models that every peer has too, for the backends of native.py, which have their names."""
+    folder = _emptied(WORK / "triton-native")
+    _model(folder, "identity", _config("identity", ANY_SIZE, ANY_SIZE, JOINED))
+    _model(folder, "first1000", _config("first1000", IMAGE, CLASSES, JOINED))
     return folder
 
 

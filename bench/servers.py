@@ -24,7 +24,9 @@ from bench.models import (
     predict_repository,
     resnet50_repository,
     triton_mlp_repository,
+    triton_native_repository,
 )
+from bench.native import native_backends
 from bench.proxies import haproxy, headrace_router, nginx, pump
 from bench.server import Launch, Ports, Server
 from bench.torchscript import torchscript_file
@@ -36,6 +38,10 @@ def _triton_python(ports: Ports) -> Launch:
     return _triton(ports, PEERS / "triton-python/models")
 
 
+def _triton_native(ports: Ports) -> Launch:
+    return _triton(ports, triton_native_repository(), native_backends())
+
+
 def _triton_onnx(ports: Ports) -> Launch:
     return _triton(ports, triton_mlp_repository(wait_microseconds=0))
 
@@ -44,17 +50,19 @@ def _triton_onnx_wait(ports: Ports) -> Launch:
     return _triton(ports, triton_mlp_repository(wait_microseconds=100))
 
 
-def _triton(ports: Ports, repository: Path) -> Launch:
+def _triton(ports: Ports, repository: Path, backends: Path | None = None) -> Launch:
     venv = venv_of("triton-python")
     packages = site_packages(venv)
     distribution = packages / "pytriton/tritonserver"
-    stub = _python_stub(venv, distribution)
-    # Triton looks for the stub beside the backend; the wheel keeps one per Python version elsewhere.
-    shutil.copy2(stub, distribution / "backends/python/triton_python_backend_stub")
+    if backends is None:
+        backends = distribution / "backends"
+        stub = _python_stub(venv, distribution)
+        # Triton looks for the stub beside the backend; the wheel keeps one per Python version elsewhere.
+        shutil.copy2(stub, backends / "python/triton_python_backend_stub")
     command = [
         str(distribution / "bin/tritonserver"),
         "--model-repository", str(repository),
-        "--backend-directory", str(distribution / "backends"),
+        "--backend-directory", str(backends),
         "--http-address", "127.0.0.1", "--http-port", str(ports.http),
         "--grpc-address", "127.0.0.1", "--grpc-port", str(ports.grpc),
         "--metrics-address", "127.0.0.1", "--metrics-port", str(ports.metrics),
@@ -256,6 +264,14 @@ SERVERS: dict[str, Server] = {
         Server("triton-python-onnx", MLP, _triton_onnx, READY, environment="triton-python", one_core=True),
         Server("triton-python-onnx-100us", MLP, _triton_onnx_wait, READY, environment="triton-python", one_core=True),
         Server("triton-python", (*EVERYTHING, *CROWDED), _triton_python, READY),
+        Server(
+            "triton-native",
+            (*EVERYTHING, *CROWDED),
+            _triton_native,
+            READY,
+            environment="triton-python",
+            needs="gcc",
+        ),
         Server("grpc-aio", ("grpc16", "grpc600k"), _grpc_aio, None),
         Server("fastapi", ("json16", "binary16", "binary600k"), _fastapi, READY),
         Server("mosec", ("json16", "binary16", "binary600k"), _mosec, "/metrics", dialect="simple"),

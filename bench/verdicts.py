@@ -26,6 +26,11 @@ class Target:
 
 
 TARGETS = (
+    Target("json16", "triton-native", 0.50),
+    Target("binary16", "triton-native", 0.40),
+    Target("grpc16", "triton-native", 0.40),
+    Target("binary600k", "triton-native", 0.60),
+    Target("grpc600k", "triton-native", 0.70),
     Target("json16", "triton-python", 0.30),
     Target("json16", "fastapi", 0.20),
     Target("binary16", "triton-python", 0.30),
@@ -36,7 +41,7 @@ TARGETS = (
     Target("grpc600k", "triton-python", 0.60),
     Target("predict", "fastapi-seed", 0.25, ours="headrace-predict"),
 )
-CROWD_PEER = "triton-python"
+CROWD_PEERS = ("triton-native", "triton-python")
 TWO_PROCESSES_AT_LEAST = 1.5
 MLP_WORKLOADS = ("mlp", "mlp-grpc")
 MLP_PEERS = ("triton-python-onnx", "triton-python-onnx-100us")
@@ -82,7 +87,7 @@ def verdicts_of(summary: Summary) -> list[Verdict]:
     loaded = {figure.server: figure for figure in summary.loadings}
     return [
         *(_cpu_verdict(target, known) for target in TARGETS),
-        *(_wait_verdict(name, known) for crowd in CROWDS.values() for name in crowd),
+        *(_wait_verdict(name, peer, known) for peer in CROWD_PEERS for crowd in CROWDS.values() for name in crowd),
         _rates_verdict("processes", ("headrace-2", "headrace"), "1 process", TWO_PROCESSES_AT_LEAST, known),
         *(verdict for name in MLP_WORKLOADS for verdict in _mlp_verdicts(name, known)),
         *(_overhead_verdict(name, known) for name in OVERHEAD_WORKLOADS),
@@ -111,12 +116,12 @@ def _cpu_verdict(target: Target, known: Figures) -> Verdict:
     )
 
 
-def _wait_verdict(workload: str, known: Figures) -> Verdict:
-    ours, theirs = known.get(("headrace", workload)), known.get((CROWD_PEER, workload))
+def _wait_verdict(workload: str, peer: str, known: Figures) -> Verdict:
+    ours, theirs = known.get(("headrace", workload)), known.get((peer, workload))
     ratio = _ratio(ours, theirs, _p99)
     return Verdict(
         workload=f"{workload} (p99 ms)",
-        against=CROWD_PEER,
+        against=peer,
         ours=_p99(ours) if ours else None,
         theirs=_p99(theirs) if theirs else None,
         compared=ratio,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,22 +19,22 @@ import numpy.typing as npt
 from headrace.core.errors import InvalidArgument
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """A data type."""
+    """A data type. There is one object for each, so types are compared and hashed by identity, which every request does."""
 
     name: str
     """Name in the v2 protocol."""
-    numpy: np.dtype[Any] = field(compare=False)
-    item_bytes: int = field(compare=False)
+    numpy: np.dtype[Any]
+    item_bytes: int
     """Size of an element; 0 if it varies."""
-    config_name: str = field(compare=False)
+    config_name: str
     """Name in a model configuration."""
-    config_number: int = field(compare=False)
+    config_number: int
     """Number in a model configuration, which is also Triton's."""
-    struct_code: str = field(compare=False)
+    struct_code: str
     """Format character of `struct`; "" if it has none."""
-    contents_field: str = field(compare=False)
+    contents_field: str
     """Field of InferTensorContents in v2 over gRPC; "" for types that are only sent raw."""
 
 

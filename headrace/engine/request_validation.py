@@ -10,12 +10,13 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from headrace.core.dtypes import BF16
+from headrace.core.dtypes import BF16, DType
 from headrace.core.errors import InvalidArgument
 from headrace.core.requests import InferRequest
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import InputSpec, ModelConfig, fits
 
+_KNOWN_FORMS = 256
 _SHOWN_NAMES = 16
 _BF16_EXPONENT = np.uint16(0x7F80)
 
@@ -44,24 +45,32 @@ class RequestValidator:
         """Whether two valid requests can differ so that they cannot be in the same batch."""
         self._ragged = {spec.name for spec in self._inputs.values()} - {spec.name for spec in concatenated}
         """Ragged or padded inputs, which may differ in shape."""
-        self._single_fixed = single_fixed_input(config) if self._max_rows else None
+        self._batches_by_key = self.needs_batch_key and config.scheduling is not None
+        self._remembers = not self._shape_tensors and not any(spec.finite for spec in self._inputs.values())
+        """Whether names, types and shapes decide, and never the values."""
+        self.known: dict[tuple[str, DType, tuple[int, ...]], tuple[int, Hashable]] = {}
+        """What `accept` returned for requests with one input of this name, type and shape, and no requested outputs. Clients
+        repeat themselves, and one look-up replaces all checks. Always the same object."""
+
+    def accept(self, request: InferRequest) -> tuple[int, Hashable]:
+        """Return the rows of a valid request and its batch key, if it needs one; raise `InvalidArgument` otherwise."""
+        inputs = request.inputs
+        if len(inputs) != 1 or request.outputs:
+            return self.check(request), self.batch_key(request) if self._batches_by_key else None
+        tensor = inputs[0]
+        form = (tensor.name, tensor.dtype, tensor.array.shape)
+        accepted = self.known.get(form)
+        if accepted is None:
+            accepted = self.check(request), self.batch_key(request) if self._batches_by_key else None
+            if self._remembers:
+                if len(self.known) >= _KNOWN_FORMS:
+                    self.known.clear()
+                self.known[form] = accepted
+        return accepted
 
     def check(self, request: InferRequest) -> int:
         """Return the number of rows of a valid request; raise `InvalidArgument` otherwise."""
         inputs = request.inputs
-        single = self._single_fixed
-        if single is not None and len(inputs) == 1 and not request.outputs:
-            tensor = inputs[0]
-            shape = tensor.array.shape
-            if (
-                shape
-                and tensor.dtype is single.dtype
-                and shape[1:] == single.dims
-                and tensor.name == single.name
-                and 0 < shape[0] <= self._max_rows
-            ):
-                rows: int = shape[0]
-                return rows
         known = self._inputs
         if len(inputs) != len(known) and (not self._any_optional or not self._enough(inputs)):
             raise self._wrong_count(inputs)

@@ -21,12 +21,18 @@ from headrace.engine.cache import ResponseCache, cache_key
 from headrace.engine.express import express_for
 from headrace.engine.request_validation import RequestValidator
 from headrace.engine.scheduling.dynamic_batcher import AutoDelay, QueueDelay
-from headrace.engine.scheduling.pending_request import PendingRequest, PendingStream, ResponseCallback, StreamCallback
+from headrace.engine.scheduling.pending_request import (
+    BatchRecord,
+    PendingRequest,
+    PendingStream,
+    ResponseCallback,
+    StreamCallback,
+)
 from headrace.engine.scheduling.request_timeline import TimelineRecorder
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.sleep import Sleeper, SleepGate
 from headrace.engine.statistics import VersionStatistics
-from headrace.models.config.types import ModelConfig, SequenceBatching
+from headrace.models.config.types import DynamicBatching, ModelConfig, SequenceBatching
 
 _load_numbers = count(1)
 """Distinguish two loads of the same version in the cache."""
@@ -105,10 +111,7 @@ class ModelVersion:
         """Class labels by output, in the order of its label file."""
         self.delay = delay
         self._validator = RequestValidator(config)
-        self._key = (
-            self._validator.batch_key if self._validator.needs_batch_key and config.scheduling is not None else None
-        )
-        self._check = self._validator.check
+        self._accept = self._validator.accept
         self._scheduler = self._awake_scheduler = scheduler
         self.gate = (
             SleepGate(f"'{config.name}' version {version}", scheduler, statistics, sleeper, wait_seconds, self._switch)
@@ -124,15 +127,19 @@ class ModelVersion:
         self._close = close
         self._drain = Drain(statistics)
         self._auto = delay if isinstance(delay, AutoDelay) else None
-        self._special = config.decoupled or self._key is not None or self._cache is not None
+        self._special = config.decoupled or self._cache is not None
         self.tracks_requests = self._auto is not None or self._cache is not None
-        self.express = express_for(self, config, scheduler, runners, statistics)
+        self.express = express_for(self, config, scheduler, runners, statistics, self._validator)
         """The express path (`engine.express`); None if the model has none."""
         self._awake_express = self.express
         self._unrecorded = (self._special, self.tracks_requests, self.express)
         """These attributes while no timelines are recorded."""
         self.recorder: TimelineRecorder | None = None
-        self._single_record = runners[0].single_record if runners else None
+        self._single_record: BatchRecord | None = None
+        """The record of a request on the express path."""
+        if runners:
+            batched = isinstance(config.scheduling, DynamicBatching)
+            self._single_record = runners[0].idle_record if batched else runners[0].single_record
 
     @property
     def waiting(self) -> int:
@@ -160,11 +167,11 @@ class ModelVersion:
         """Compute a request. Raise at once if it is invalid; otherwise `done` gets the response later."""
         arrived_ns = monotonic_ns()
         try:
-            rows = self._check(request)
+            rows, key = self._accept(request)
         except InvalidArgument as error:
             self._rejected(request, error, arrived_ns)
             raise
-        pending = PendingRequest(self, request, rows, None, done, arrived_ns)
+        pending = PendingRequest(self, request, rows, key, done, arrived_ns)
         if self._special:
             return self._add_special(pending)
         self._add(pending)
@@ -174,11 +181,11 @@ class ModelVersion:
         """Compute a request with any number of responses, none of them before this returns."""
         arrived_ns = monotonic_ns()
         try:
-            rows = self._check(request)
+            rows, key = self._accept(request)
         except InvalidArgument as error:
             self._rejected(request, error, arrived_ns)
             raise
-        return self._add_special(PendingStream(self, request, rows, None, on_response, arrived_ns))
+        return self._add_special(PendingStream(self, request, rows, key, on_response, arrived_ns))
 
     def record_timelines(self, recorder: TimelineRecorder | None) -> None:
         """Record the timelines of requests from now on, or (None) stop.
@@ -227,15 +234,13 @@ class ModelVersion:
             self.recorder.rejected(request, self.version_text, error, arrived_ns)
 
     def _add_special(self, pending: PendingRequest) -> PendingRequest:
-        """Add a request that streams or is recorded, or whose model is decoupled, compares shapes or has a cache."""
+        """Add a request that streams or is recorded, or whose model is decoupled or has a cache."""
         if self.config.decoupled and not isinstance(pending, PendingStream):
             raise Unimplemented(
                 f"model '{self.name}' is decoupled: it may answer several times or not at all. Use a streaming call"
             )
         if self.recorder is not None:
             pending = self.recorder.record(pending, "taken from the cache")
-        if self._key is not None:
-            pending.key = self._key(pending.request)
         if self._cache is None or not self._answered_from_cache(pending, self._cache):
             self._add(pending)
         return pending

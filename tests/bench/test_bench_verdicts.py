@@ -56,6 +56,16 @@ def test_start_and_memory() -> None:
     assert len(sentences(summary)) == 2
 
 
+def test_tritons_c_backend_is_a_peer_of_its_own() -> None:
+    ours, theirs = _figure("headrace", "json16", 30.0), _figure("triton-native", "json16", 60.0)
+    judged = {(one.workload, one.against): one for one in verdicts_of(replace(NOTHING, figures=[ours, theirs]))}
+    assert judged["json16", "triton-native"].result == "pass"
+    assert judged["json16", "triton-python"].result == "not measured"
+    assert judged["json16 (p99 ms)", "triton-native"].compared == ours.p99_ms / theirs.p99_ms
+    dearer = replace(NOTHING, figures=[_figure("headrace", "json16", 30.1), theirs])
+    assert next(one for one in verdicts_of(dearer) if one.against == "triton-native").result == "MISSED"
+
+
 def test_router_and_predict_by_cpu() -> None:
     figures = [
         _figure("headrace-router", "router", 40.0),

@@ -15,6 +15,7 @@ from headrace.core.dtypes import FP32
 from headrace.core.errors import Internal, InvalidArgument, Unavailable
 from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
+from headrace.engine.scheduling.scheduler import ALONE_BELOW_NS, ExecutionPlacement
 from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
 from support.engines import Recorder, config_of, counted, serving_plane, submit
 
@@ -66,14 +67,19 @@ def test_a_plain_request_is_answered_immediately(most: int, shape: tuple[int, ..
 @pytest.mark.parametrize(
     "config",
     [
-        plain(scheduling=DynamicBatching()),
+        plain(scheduling=DynamicBatching(max_queue_delay_microseconds=100)),
+        plain(scheduling=DynamicBatching(preferred_batch_sizes=(4,))),
+        plain(
+            scheduling=DynamicBatching(preserve_ordering=True),
+            instance_groups=(InstanceGroup("plain", count=2, runs="inline"),),
+        ),
+        plain(scheduling=DynamicBatching(priority_levels=2)),
         plain(decoupled=True),
         plain(response_cache=True),
-        plain(inputs=(InputSpec("INPUT0", FP32, (-1,)),)),
-        plain(inputs=(InputSpec("INPUT0", FP32, (4,), finite=True),)),
         plain(inputs=(InputSpec("INPUT0", FP32, (4,)), InputSpec("INPUT1", FP32, (4,), optional=True))),
+        plain(outputs=(OutputSpec("OUTPUT0", FP32, (4,), reshape=(2, 2)),)),
     ],
-    ids=["batches", "decoupled", "cache", "variable", "finite", "two inputs"],
+    ids=["delay", "preferred size", "ordering", "priorities", "decoupled", "cache", "two inputs", "reshape"],
 )
 def test_other_models_have_no_express(config: ModelConfig) -> None:
     async def main() -> None:
@@ -81,6 +87,69 @@ def test_other_models_have_no_express(config: ModelConfig) -> None:
             (version,) = plane.statistics("plain")
             assert version.express is None
             assert plane.answer(request()) is None
+
+    run(main)
+
+
+def test_a_batching_model_computes_requests_at_once_only_while_it_is_quicker_than_a_batch() -> None:
+    async def main() -> None:
+        auto = plain(scheduling=DynamicBatching(), instance_groups=(InstanceGroup("plain", runs="auto"),))
+        async with serving_plane([(auto, doubled)]) as plane:
+            (version,) = plane.statistics("plain")
+            execution = version._scheduler.idle[0].execution
+            assert plane.answer(request()) is None
+            for _ in range(8):
+                execution.record(40_000, 1, ALONE_BELOW_NS + 1)
+            assert execution.inline and not execution.alone
+            assert plane.answer(request()) is None
+            quick = version._scheduler.idle[0].execution = ExecutionPlacement("auto")
+            for _ in range(8):
+                quick.record(40_000, 1, ALONE_BELOW_NS - 1)
+            quick.slow_ns = 1 << 62  # this machine may be slow
+            answer = plane.answer(request())
+            assert isinstance(answer, InferResponse)
+            np.testing.assert_array_equal(answer.outputs[0].array, ROW[None] * 2)
+            statistics = counted(plane, "plain")
+            assert (statistics.executions, statistics.log.reasons["idle instance"]) == (1, 1)
+
+    run(main)
+
+
+def test_requests_of_any_size_that_the_model_takes_are_answered_and_no_others() -> None:
+    async def main() -> None:
+        variable = plain(inputs=(InputSpec("INPUT0", FP32, (-1,)),), outputs=(OutputSpec("OUTPUT0", FP32, (-1,)),))
+        async with serving_plane([(variable, doubled)]) as plane:
+            for shape in ((1, 4), (1, 5), (8, 4), (1, 4), (8, 5)):
+                array = np.ones(shape, np.float32)
+                answer = plane.answer(request(array))
+                assert isinstance(answer, InferResponse)
+                np.testing.assert_array_equal(answer.outputs[0].array, array * 2)
+            for wrong in ((9, 4), (4,), (1, 1, 4)):
+                assert plane.answer(request(np.ones(wrong, np.float32))) is None
+
+    run(main)
+
+
+def test_values_are_checked_every_time_where_the_model_takes_finite_ones_only() -> None:
+    async def main() -> None:
+        async with serving_plane([(plain(inputs=(InputSpec("INPUT0", FP32, (4,), finite=True),)), doubled)]) as plane:
+            assert isinstance(plane.answer(request()), InferResponse)
+            infinite = request(np.full((1, 4), np.inf, np.float32))
+            assert plane.answer(infinite) is None
+            with pytest.raises(InvalidArgument, match="NaN or infinite"):
+                plane.infer(infinite, lambda _: None)
+
+    run(main)
+
+
+def test_a_shape_that_was_right_for_other_rows_is_not_taken_for_granted() -> None:
+    async def main() -> None:
+        variable = plain(inputs=(InputSpec("INPUT0", FP32, (-1,)),), outputs=(OutputSpec("OUTPUT0", FP32, (-1,)),))
+        answers = iter([np.zeros((2, 4), np.float32), np.zeros((2, 4), np.float32)])
+        async with serving_plane([(variable, lambda _: {"OUTPUT0": next(answers)})]) as plane:
+            assert isinstance(plane.answer(request(np.ones((2, 4), np.float32))), InferResponse)
+            with pytest.raises(Internal, match="first dimension must be 1"):
+                plane.answer(request(np.ones((1, 4), np.float32)))
 
     run(main)
 

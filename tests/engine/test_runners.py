@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,13 @@ from headrace.core.dtypes import BF16, FP32, INT64, UINT16
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unimplemented
 from headrace.core.requests import InferResponse
 from headrace.core.tensors import Tensor
-from headrace.engine.scheduling.scheduler import INLINE_BELOW_NS, THREAD_ABOVE_NS, ExecutionPlacement
+from headrace.engine.scheduling.scheduler import (
+    ALONE_ABOVE_NS,
+    ALONE_BELOW_NS,
+    INLINE_BELOW_NS,
+    THREAD_ABOVE_NS,
+    ExecutionPlacement,
+)
 from headrace.models.config.types import DynamicBatching, InstanceGroup, OutputSpec
 from support.engines import (
     Recorder,
@@ -78,7 +85,8 @@ def test_a_slow_model_stays_in_its_thread() -> None:
 
 
 def inlined() -> ExecutionPlacement:
-    execution = ExecutionPlacement("auto")
+    # As on a machine of its own: nothing takes the core away.
+    execution = ExecutionPlacement("auto", interruptions=lambda: 7)
     for _ in range(100):
         execution.record(QUICK)
     assert execution.inline
@@ -118,6 +126,54 @@ def test_a_long_execution_moves_it_to_a_thread_immediately() -> None:
     execution = inlined()
     execution.record(1_000_000_000)
     assert not execution.inline
+
+
+def busy_machine() -> ExecutionPlacement:
+    execution = ExecutionPlacement("auto", interruptions=count().__next__)
+    for _ in range(100):
+        execution.record(QUICK)
+    assert execution.inline
+    return execution
+
+
+def test_an_execution_during_which_others_had_the_core_counts_once() -> None:
+    execution = busy_machine()
+    for number in range(1000):
+        execution.record(QUICK if number % 2 else 10_000_000)
+        assert execution.inline
+    # But however busy the machine is, four slow ones in a row are enough, and one that no other program can explain.
+    for _ in range(4):
+        assert execution.inline
+        execution.record(SLOW)
+    assert not execution.inline
+    execution = busy_machine()
+    execution.record(30_000_000)
+    assert not execution.inline
+
+
+def test_a_model_that_computes_more_quickly_than_a_batch_is_formed_computes_alone() -> None:
+    for compute_ns, alone in ((ALONE_BELOW_NS - 1, True), (ALONE_BELOW_NS, False)):
+        execution = ExecutionPlacement("auto", interruptions=lambda: 7)
+        for _ in range(8):
+            assert not execution.alone
+            execution.record(QUICK, 1, compute_ns)
+        assert (execution.inline, execution.alone) == (True, alone)
+    execution = ExecutionPlacement("auto", interruptions=lambda: 7)
+    for _ in range(8):
+        execution.record(SLOW, 1, 1)
+    assert (execution.inline, execution.alone) == (False, False)
+
+
+def test_a_model_that_becomes_slower_is_batched_again() -> None:
+    execution = ExecutionPlacement("auto", interruptions=lambda: 7)
+    for _ in range(8):
+        execution.record(QUICK, 1, 1)
+    for _ in range(4):
+        assert execution.alone
+        execution.record(ALONE_ABOVE_NS + 1)
+    assert (execution.inline, execution.alone) == (True, False)
+    execution.record(THREAD_ABOVE_NS)  # as any other now
+    assert execution.inline
 
 
 @pytest.mark.parametrize("runs", ["inline", "thread"])

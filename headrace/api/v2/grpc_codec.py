@@ -9,6 +9,7 @@ ones instead of parsed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,7 +20,7 @@ from headrace.api.shared_memory import Placement, RegionReader, SharedMemory
 from headrace.api.v2.grpc_messages import inference_schema
 from headrace.api.v2.outputs import REGION, mark_special, placement_parameters, read_input
 from headrace.api.v2.requests import NAME_LENGTH, RequestLayout, check_parameters, has_layout
-from headrace.core.dtypes import DType, dtype_named
+from headrace.core.dtypes import BYTES, DType, dtype_named
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import TENSOR_COUNT
 from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters, RequestedOutput
@@ -122,6 +123,13 @@ def encode_response(response: InferResponse, placed: Mapping[str, Placement] | N
     Outputs that are `placed` in shared memory are listed and not sent.
     """
     outputs = response.outputs
+    if len(outputs) == 1 and not response.id and response.parameters is NO_PARAMETERS and placed is None:
+        # The usual response: all but the numbers is cached.
+        tensor = outputs[0]
+        if tensor.dtype is not BYTES:
+            shape = tensor.array.shape
+            start = _single_response(response.model_name, response.model_version, tensor.name, tensor.dtype, shape)
+            return [start, tensor.to_buffer()]
     layout = tuple([(tensor.name, tensor.dtype.name, tensor.array.shape) for tensor in outputs])
     pieces: list[Buffer] = [_response_prefix(response.model_name, response.model_version, layout)]
     if response.id:
@@ -165,6 +173,13 @@ def _fill_parameters(target: Any, parameters: Parameters) -> None:
     for name, value in parameters.items():
         field = "uint64_param" if type(value) is int and value > _MOST_INT64 else _PARAMETER_FIELDS[type(value)]
         setattr(target[name], field, value)
+
+
+@lru_cache(maxsize=4096)
+def _single_response(model_name: str, model_version: str, name: str, dtype: DType, shape: tuple[int, ...]) -> bytes:
+    """Return all that comes before the numbers of a response with one tensor of fixed-size elements."""
+    prefix = _response_prefix(model_name, model_version, ((name, dtype.name, shape),))
+    return prefix + _RAW_OUTPUT_TAG + encode_varint(math.prod(shape) * dtype.item_bytes)
 
 
 @lru_cache(maxsize=1024)

@@ -20,8 +20,8 @@ import orjson
 
 from headrace.api.shared_memory import Placement, RegionReader, SharedMemory
 from headrace.api.v2.outputs import REGION, mark_special, read_input
-from headrace.api.v2.requests import NAME_LENGTH, RequestLayout, checked_parameters, has_layout
-from headrace.core.dtypes import BF16, BYTES, DType, bf16_to_float32, dtype_named
+from headrace.api.v2.requests import NAME_LENGTH, JsonLayout, RequestLayout, checked_parameters, has_layout
+from headrace.core.dtypes import BF16, BOOL, BYTES, DType, bf16_to_float32, dtype_named
 from headrace.core.errors import InvalidArgument, with_message
 from headrace.core.limits import TENSOR_COUNT
 from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters, RequestedOutput
@@ -57,13 +57,15 @@ class HttpCodec:
         self._memory = memory or SharedMemory()
         self._raw = raw
         self._layouts: dict[tuple[str, str, bytes], RequestLayout] = {}
+        self._json_layouts: dict[tuple[str, str, bytes], JsonLayout] = {}
+        """By the text before the numbers."""
 
     def decode_request(
         self, model_name: str, model_version: str, body: Buffer, header_length: bytes | None
     ) -> InferRequest:
         """Decode a request body; `header_length` is the value of `Inference-Header-Content-Length`."""
         if header_length is None:
-            return _decode(model_name, model_version, body, b"", self._memory)
+            return self._decode_json(model_name, model_version, body)
         size = _header_size(header_length, len(body))
         text = body[:size] if type(body) is bytes else bytes(memoryview(body)[:size])
         key = (model_name, model_version, text)
@@ -80,6 +82,39 @@ class HttpCodec:
                 self._layouts.clear()
             self._layouts[key] = RequestLayout(request, len(binary))
         return request
+
+    def _decode_json(self, model_name: str, model_version: str, body: Buffer) -> InferRequest:
+        if type(body) is not bytes or (data := body.find(b'"data":', 0, _CACHED_BYTES)) < 0:
+            return _decode(model_name, model_version, body, b"", self._memory)
+        start = body.find(b"[", data)
+        key = (model_name, model_version, body[:start])
+        layout = self._json_layouts.get(key)
+        if layout is not None:
+            known = layout.request(body, start)
+            if known is not None:
+                return known
+        request = _decode(model_name, model_version, body, b"", self._memory)
+        if layout is None and has_layout(request):
+            self._cache_json_layout(key, body, request)
+        return request
+
+    def _cache_json_layout(self, key: tuple[str, str, bytes], body: bytes, request: InferRequest) -> None:
+        """Cache a request whose one tensor has its numbers in a flat list."""
+        begin = key[2]
+        rest = body[body.find(b"]", len(begin)) + 1 :]
+        dtype = request.inputs[0].dtype
+        if not rest or len(begin) + len(rest) > _CACHED_BYTES or not dtype.struct_code or dtype is BOOL:
+            return
+        # Verify that the tensor was read from this list: another list in its place must be found there.
+        try:
+            inputs = orjson.loads(begin + b'["here"]' + rest)["inputs"]
+        except (orjson.JSONDecodeError, KeyError):
+            return
+        if not isinstance(inputs[0], dict) or inputs[0].get("data") != ["here"]:
+            return
+        if len(self._json_layouts) >= _CACHED_LAYOUTS:
+            self._json_layouts.clear()
+        self._json_layouts[key] = JsonLayout(request, rest)
 
 
 def _decode(model_name: str, model_version: str, text: Buffer, binary: Buffer, memory: SharedMemory) -> InferRequest:
@@ -114,7 +149,12 @@ def encode_response(
     if len(response.outputs) == 1 and not response.id and response.parameters is NO_PARAMETERS and placed is None:
         # The usual response: all but the numbers is cached.
         tensor = response.outputs[0]
-        if tensor.dtype is not BYTES and _is_wanted_binary(request, tensor.name):
+        if not _is_wanted_binary(request, tensor.name):
+            start = _json_response(
+                response.model_name, response.model_version, tensor.name, tensor.dtype, tensor.array.shape
+            )
+            return None, [start, json_data(tensor), b"}]}"]
+        if tensor.dtype is not BYTES:
             text = _binary_response(
                 response.model_name, response.model_version, tensor.name, tensor.dtype, tensor.array.shape
             )
@@ -167,6 +207,16 @@ def _binary_response(
         _response_start(model_name, model_version),
         _output_start(output_name, dtype.name, shape),
         math.prod(shape) * dtype.item_bytes,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _json_response(
+    model_name: str, model_version: str, output_name: str, dtype: DType, shape: tuple[int, ...]
+) -> bytes:
+    return b'%b"outputs":[{%b"data":' % (
+        _response_start(model_name, model_version),
+        _output_start(output_name, dtype.name, shape),
     )
 
 

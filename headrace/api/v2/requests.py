@@ -9,9 +9,11 @@ without parsing.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 
 import numpy as np
+import orjson
 
 from headrace.core.dtypes import BYTES
 from headrace.core.errors import (
@@ -134,7 +136,7 @@ class RequestLayout:
     def request(self, buffer: Buffer, offset: int = 0) -> InferRequest:
         """Return the request with the numbers at `offset`; the caller has checked that there are `size` bytes."""
         template = self._template
-        array = np.frombuffer(buffer, self._dtype.numpy, offset=offset).reshape(self._shape)
+        array = np.ndarray(self._shape, self._dtype.numpy, buffer, offset)
         return InferRequest(
             template.model_name,
             (Tensor(self._name, self._dtype, array),),
@@ -143,6 +145,37 @@ class RequestLayout:
             template.outputs,
             template.parameters,
         )
+
+
+class JsonLayout:
+    """A JSON request with one numeric tensor: the text after its numbers, and what `RequestLayout` has."""
+
+    __slots__ = ("_layout", "_pack", "_rest")
+
+    def __init__(self, request: InferRequest, rest: bytes) -> None:
+        tensor = request.inputs[0]
+        self._layout = RequestLayout(request, tensor.array.nbytes)
+        self._pack = struct.Struct(f"<{tensor.array.size}{tensor.dtype.struct_code}").pack
+        self._rest = rest
+
+    def request(self, body: bytes, start: int) -> InferRequest | None:
+        """Return the request whose numbers begin at `start`; None if anything but the numbers differs, or one is wrong."""
+        rest = self._rest
+        if not body.endswith(rest):
+            return None
+        numbers = body[start : -len(rest)]
+        # `pack` takes true and false for numbers, so no such letter may be in the text. No number has one of them.
+        if _LETTER_U in numbers or _LETTER_L in numbers:
+            return None
+        try:
+            data = self._pack(*orjson.loads(numbers))
+        except (ValueError, TypeError, OverflowError, struct.error):
+            return None
+        return self._layout.request(data)
+
+
+_LETTER_U, _LETTER_L = b"ul"
+"""Of true and of false. As integers: looking for those in bytes is ten times as quick as for bytes."""
 
 
 def has_layout(request: InferRequest) -> bool:

@@ -120,7 +120,7 @@ class ComputeRunner(RunnerBase):
             self._finish_request(pending, outputs)
             return
         if split_ns - started_ns > execution.slow_ns or execution.strikes:
-            execution.record(split_ns - started_ns, pending.rows)
+            execution.record(split_ns - started_ns, pending.rows, computed_ns - started_ns)
         self._statistics.answered_single(
             pending.rows, pending.arrived_ns, started_ns, computed_ns, split_ns, request.id
         )
@@ -247,7 +247,7 @@ class ComputeRunner(RunnerBase):
         sizes = [pending.rows for pending in counted]
         queues_ns = [started_ns - pending.arrived_ns for pending in counted]
         rows = sum(sizes)
-        self.execution.record(split_ns - started_ns, rows)
+        self.execution.record(split_ns - started_ns, rows, infer_ns)
         if rows:
             statistics.computed_together(sizes, queues_ns, input_ns, infer_ns, output_ns)
             statistics.executed(rows, input_ns, infer_ns, output_ns)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Literal, NamedTuple, Protocol
@@ -28,7 +29,7 @@ from headrace.engine.scheduling.pending_request import (
     PendingRequest,
     ResponseOrder,
 )
-from headrace.engine.scheduling.queues import BackgroundLast, Queue
+from headrace.engine.scheduling.queues import BackgroundLast, FifoQueue, Queue
 from headrace.engine.scheduling.rate_limiter import RateLimited, RateLimiter
 
 
@@ -78,6 +79,16 @@ class BatchScheduler:
         self._order = ResponseOrder() if in_order else None
         self.one_at_a_time = rules is None and not self._limited
         """Whether a request may be computed at once if an instance is idle (`engine.express`)."""
+        plain_rules = rules is not None and not rules.preferred and not delay.is_adaptive and not delay.nanoseconds
+        self.may_skip_queue = (
+            plain_rules
+            and type(queue) is FifoQueue
+            and not self._limited
+            and not in_order
+            and type(self) is BatchScheduler
+        )
+        """The same, for a model with batching that computes requests more quickly than a batch of them can be formed
+        (`ExecutionPlacement.alone`): no rule could make such a request wait."""
 
     def add(self, pending: PendingRequest) -> None:
         """Queue a request; raise if the queue does not accept it."""
@@ -294,7 +305,22 @@ _SAMPLES = 8
 
 _MAX_STRIKES = 4
 """Slow executions, minus fast ones, before a model moves to a thread: one slow execution on a busy machine does not make a
-slow model. A very slow execution counts as several."""
+slow model. A very slow execution counts as several, unless another program may have had the core meanwhile. So at most four
+executions of up to `_INTERRUPTED_NS` block the event loop, or one that is longer."""
+
+_INTERRUPTED_NS = 20_000_000
+"""How long an interruption by other programs may last: a few turns of the kernel's scheduler."""
+
+ALONE_BELOW_NS = 5_000
+"""A model that computes in less is not batched: queueing a request, and cutting its rows out of a batch, takes longer."""
+
+ALONE_ABOVE_NS = 20_000
+"""A model that is not batched, and takes longer, is batched again."""
+
+
+def interruptions() -> int:
+    """Return how often the kernel has taken the core from this thread."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 class ExecutionPlacement:
@@ -304,33 +330,55 @@ class ExecutionPlacement:
     every other connection.
     """
 
-    def __init__(self, runs: Literal["auto", "inline", "thread"] = "auto") -> None:
+    def __init__(
+        self,
+        runs: Literal["auto", "inline", "thread"] = "auto",
+        interruptions: Callable[[], int] = interruptions,
+    ) -> None:
         self.inline = runs == "inline"
+        self.alone = False
+        """Whether it also computes so quickly that requests are better not batched. Only if it is inline."""
         self.slow_ns = THREAD_ABOVE_NS if runs == "auto" else 1 << 62
         """Inline executions that took longer must be recorded; faster ones only while there are `strikes`."""
         self.strikes = 0
         self._is_measured = runs == "auto"
-        self._fastest_ns = THREAD_ABOVE_NS
+        self._fastest_ns = self._fastest_compute_ns = THREAD_ABOVE_NS
         self._samples = 0
+        self._count_interruptions = interruptions
+        self._interruptions = 0
 
-    def record(self, ns: int, rows: int = 1) -> None:
-        """Record the duration of an execution."""
+    def record(self, ns: int, rows: int = 1, compute_ns: int = THREAD_ABOVE_NS) -> None:
+        """Record the duration of an execution, and of the model's own part of it."""
         if not self._is_measured:
             return
         # A large batch may take longer: it replaces as many other executions.
         ns -= (rows - 1) * _ROW_NS
         if self.inline:
-            if ns > THREAD_ABOVE_NS:
-                self.strikes += 1 + ns // (4 * THREAD_ABOVE_NS)
-            elif self.strikes:
-                self.strikes -= 1
-            if self.strikes >= _MAX_STRIKES:
-                self.inline = False
-                self.strikes = self._samples = 0
-                self._fastest_ns = THREAD_ABOVE_NS
+            self._record_inline(ns)
             return
         self._fastest_ns = min(self._fastest_ns, ns)
+        self._fastest_compute_ns = min(self._fastest_compute_ns, compute_ns)
         self._samples += 1
         if self._samples == _SAMPLES:
             self.inline = self._fastest_ns < INLINE_BELOW_NS
-            self._fastest_ns, self._samples = THREAD_ABOVE_NS, 0
+            self.alone = self.inline and self._fastest_compute_ns < ALONE_BELOW_NS
+            self.slow_ns = ALONE_ABOVE_NS if self.alone else THREAD_ABOVE_NS
+            self._interruptions = self._count_interruptions()
+            self._fastest_ns = self._fastest_compute_ns = THREAD_ABOVE_NS
+            self._samples = 0
+
+    def _record_inline(self, ns: int) -> None:
+        if ns > self.slow_ns:
+            self.strikes += 1 if self._may_be_interrupted(ns) else 1 + ns // (4 * THREAD_ABOVE_NS)
+        elif self.strikes:
+            self.strikes -= 1
+        if self.strikes >= _MAX_STRIKES:
+            self.inline = ns <= THREAD_ABOVE_NS
+            self.alone = False
+            self.slow_ns = THREAD_ABOVE_NS
+            self.strikes = 0
+
+    def _may_be_interrupted(self, ns: int) -> bool:
+        """Return whether other programs may be the reason that this execution, of those that were slow, was slow."""
+        before, self._interruptions = self._interruptions, self._count_interruptions()
+        return ns < _INTERRUPTED_NS and self._interruptions != before

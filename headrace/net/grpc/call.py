@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import struct
 from collections.abc import Callable
 
 from headrace.core.errors import (
@@ -37,8 +38,9 @@ from headrace.net.grpc.status import GRPC_STATUS, OK_BLOCK, Status, status_block
 from headrace.net.http.exchange import buffer_list
 from headrace.net.http.heads import Buffer, RequestHead
 from headrace.net.http2.connection import Http2Connection
+from headrace.net.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame_header
 from headrace.net.http2.headers import encode_field, encode_fields, encode_status
-from headrace.net.http2.stream import Stream
+from headrace.net.http2.stream import JOIN_BYTES, Stream
 from headrace.net.site import HOLD_STEP_BYTES, TOO_MANY_UNFINISHED
 
 log = logging.getLogger("headrace.wire")
@@ -48,6 +50,10 @@ _GZIP_BYTES = 1024
 
 HEAD_BLOCK = encode_status(200) + encode_field(b"content-type", b"application/grpc")
 _HEAD_BLOCK_GZIP = HEAD_BLOCK + encode_field(b"grpc-encoding", b"gzip")
+# Frame headers, up to the stream's number: length, type and flags.
+_HEAD_FRAME = frame_header(len(HEAD_BLOCK), HEADERS, END_HEADERS, 0)[:5]
+_DATA_FRAME = frame_header(0, DATA, 0, 0)[3:5]
+_OK_FRAME = frame_header(len(OK_BLOCK), HEADERS, END_HEADERS | END_STREAM, 0)[:5]
 _ACCEPT_BLOCK = encode_field(b"grpc-accept-encoding", b"identity,deflate,gzip")
 
 # State of a call as its handler sees it; what the handler sent may still wait for the client's window.
@@ -64,6 +70,7 @@ StreamHandler = Callable[["GrpcCall"], None]
 Methods = dict[bytes, tuple[UnaryHandler | None, StreamHandler | None]]
 """By path, as in `/service/method`; one of the two handlers is set."""
 
+_unpack_prefix = struct.Struct(">BI").unpack_from
 _SHORT_BYTES = 16 * 1024
 """A message up to this size is copied out of its frame; a larger one is assembled in its own memory."""
 
@@ -176,7 +183,7 @@ class GrpcCall(Stream):
             self.send(message)
             self.finish()
             return
-        buffers = buffer_list(message)
+        buffers = message if message.__class__ is list else buffer_list(message)
         size = 0
         for buffer in buffers:
             size += len(buffer)
@@ -187,6 +194,8 @@ class GrpcCall(Stream):
             self.on_over()
         if self.connection.site.access_log is not None:
             self._log(Status.OK)
+        if not (self._trailing or self._initial or self._plan.gzip) and self._reply_plain(buffers, size):
+            return
         trailers = OK_BLOCK + self._trailing if self._trailing else OK_BLOCK
         if self._plan.gzip and size >= _GZIP_BYTES:
             packed = prefixed_gzip(buffers)
@@ -195,6 +204,23 @@ class GrpcCall(Stream):
             return
         head = HEAD_BLOCK + self._initial if self._initial else HEAD_BLOCK
         self.send_whole(head, prefixed(buffers, size), size + PREFIX_BYTES, trailers)
+
+    def _reply_plain(self, buffers: list[Buffer], size: int) -> bool:
+        """Send a message as `send_whole` does, with the head and trailers of nearly all answers, whose frames are prepared.
+
+        Return False if it cannot be sent in one write.
+        """
+        connection = self.connection
+        framed = size + PREFIX_BYTES
+        if self.local_closed or framed > JOIN_BYTES or not connection.has_room(self, framed):
+            return False
+        connection.send_window -= framed
+        number = self.id.to_bytes(4, "big")
+        before = (_HEAD_FRAME, number, HEAD_BLOCK, framed.to_bytes(3, "big"), _DATA_FRAME, number)
+        connection.write(b"".join((*before, b"\0", size.to_bytes(4, "big"), *buffers, _OK_FRAME, number, OK_BLOCK)))
+        self.local_closed = True
+        connection.closed_locally(self)
+        return True
 
     def send(self, message: Buffer | list[Buffer]) -> bool:
         """Send one message of a response stream. False asks the caller to wait for `on_writable`."""
@@ -271,7 +297,7 @@ class GrpcCall(Stream):
         elif self._message is None:
             # The fast path: a unary call whose message is one complete frame.
             size = len(data) - PREFIX_BYTES
-            if 0 <= size <= self._plan.short_bytes and data[:PREFIX_BYTES] == b"\0" + size.to_bytes(4, "big"):
+            if 0 <= size <= self._plan.short_bytes and _unpack_prefix(data) == (0, size):
                 self._message = bytes(data[PREFIX_BYTES:])
                 return
         self._guarded(self._assemble, data)

@@ -57,6 +57,7 @@ class RequestHead:
         "by_name",
         "content_length",
         "fields",
+        "is_simple",
         "memo",
         "method",
         "path",
@@ -86,6 +87,8 @@ class RequestHead:
         self.memo: object = None
         self.by_name = dict(fields)
         """The fields by name; the last one if a name is repeated."""
+        self.is_simple = version == "1.1" and method != b"HEAD" and b"accept-encoding" not in self.by_name
+        """Whether a complete response in HTTP/1.1 is its head, its length and its body, as most are."""
 
     def get(self, name: bytes) -> bytes | None:
         """Return the value of a field by its lower-case name; the last one if it is repeated."""
@@ -95,10 +98,12 @@ class RequestHead:
 class ResponseHead:
     """Status and fixed fields of a response. Never put content-length, connection or transfer-encoding here."""
 
-    __slots__ = ("fields", "http1", "http2", "raw", "status")
+    __slots__ = ("fields", "has_body", "http1", "http2", "raw", "status")
 
     def __init__(self, status: int, fields: Iterable[Field] = (), *, raw: bool = False) -> None:
         self.status = status
+        self.has_body = status >= 200 and status not in (204, 304)
+        """Whether a body and its length follow. A 304 would have to give the length of the 200 it replaces."""
         self.raw = raw
         """Whether bodies are sent as they are, never compressed."""
         self.fields = tuple(fields)

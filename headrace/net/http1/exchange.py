@@ -16,10 +16,6 @@ _JOIN_BYTES = 16 * 1024
 """A response up to this size is joined and written in one piece; a larger one is written buffer by buffer."""
 
 
-_BODILESS = frozenset((100, 101, 102, 103, 204, 304))
-"""No body follows these, and no length: a 304 would have to give the length of the 200 it replaces."""
-
-
 class Stage:
     """State of the response. Plain numbers: an enum's members are slow to look up, and every request reads them."""
 
@@ -141,13 +137,24 @@ class Http1Exchange(Exchange):
         status = head.status
         buffers = body if body.__class__ is list else buffer_list(body)
         request = self.head
+        if request.is_simple and self.keep_alive and not connection.ending and head.has_body and not extra:
+            # What the code below does for a response that needs none of its decisions.
+            length = 0
+            for buffer in buffers:
+                length += len(buffer)
+            if length <= _JOIN_BYTES:
+                text = b"content-length: %d\r\n%b\r\n" % (length, self.more_lines)
+                data = b"".join((head.http1, connection.site.date_line, text, *buffers))
+                self.stage = _DONE
+                connection.finished(self, status, False, data)
+                return
         accept = request.by_name.get(b"accept-encoding")
         if accept is not None:
             buffers, extra = compress_body(accept, head, buffers, extra)
         length = 0
         for buffer in buffers:
             length += len(buffer)
-        if request.method == b"HEAD" or status in _BODILESS:
+        if request.method == b"HEAD" or not head.has_body:
             buffers = []
         close = not self.keep_alive or (connection.ending and connection.closes_after(self))
         # An HTTP/1.0 client that asked for keep-alive expects it to be confirmed.
@@ -157,7 +164,7 @@ class Http1Exchange(Exchange):
         text = b"%b%b%b%b%b\r\n" % (
             head.http1,
             connection.site.date_line,
-            b"" if status in _BODILESS else b"content-length: %d\r\n" % length,
+            b"content-length: %d\r\n" % length if head.has_body else b"",
             _lines(extra) if extra else b"",
             ending,
         )
@@ -191,7 +198,7 @@ class Http1Exchange(Exchange):
         connection = self._connection
         text = head.http1 + connection.site.date_line + _lines(extra) + self.more_lines
         self.stage = Stage.STREAMING
-        self._bodiless = self.head.method == b"HEAD" or head.status in _BODILESS
+        self._bodiless = self.head.method == b"HEAD" or not head.has_body
         if self.head.version == "1.1":
             has_length = any(name == b"content-length" for name, _ in (*head.fields, *extra))
             if not has_length and not self._bodiless:

@@ -35,7 +35,7 @@ from headrace.net.site import Site, UnfinishedBodies, WriteStall, peer_name
 log = logging.getLogger("headrace.wire")
 
 _pack = HEADER.pack
-_JOIN_BYTES = 16 * 1024
+JOIN_BYTES = 16 * 1024
 _UNSENT_HIGH = 256 * 1024
 """A stream with more unsent bytes than this asks its handler to wait."""
 _UNREAD_ACKS = 1000
@@ -159,7 +159,7 @@ class Stream:
         if self.local_closed:
             return
         fields = len(block) if trailers is None else len(block) + len(trailers)
-        if size > _JOIN_BYTES or fields > DEFAULT_FRAME_BYTES or not connection.has_room(self, size):
+        if size > JOIN_BYTES or fields > DEFAULT_FRAME_BYTES or not connection.has_room(self, size):
             connection.write_headers(self.id, block, end=False)
             self.send_data(buffers, end=trailers is None, trailers=trailers)
             return
