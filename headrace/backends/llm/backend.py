@@ -354,10 +354,13 @@ class LlmModel:
     def _keeps_addresses(self) -> bool:
         """Whether weights and KV cache keep their addresses while the model sleeps, if the device can do that.
 
-        Not for models that cannot sleep, nor for those with adapters, which may be compared with the weights meanwhile.
+        Not for models that cannot sleep, nor for those with adapters, which may be compared with the weights meanwhile, nor
+        for those with a draft model: on an H200 the process was aborted when its graphs were freed.
         """
         settings = self._settings
-        return settings.tensor_parallel == 1 and self._connector is None and not settings.takes_adapters
+        if settings.draft_model is not None or settings.takes_adapters:
+            return False
+        return settings.tensor_parallel == 1 and self._connector is None
 
     def sleep(self, level: SleepLevel) -> Mapping[str, int]:
         """Release the KV cache, and move the weights to host memory (level 1; those of a CPU are there) or drop them."""

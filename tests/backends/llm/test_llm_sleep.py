@@ -144,11 +144,10 @@ def test_memory_is_given_back_and_addresses_stay(tmp_path: Path, kind: str, driv
 @pytest.mark.skipif(ON_CUDA, reason="has a fake of CUDA's memory, in the memory of the process")
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_model_that_finds_no_memory_sleeps_on(tmp_path: Path, level: SleepLevel, driver: FakeCudaDriver) -> None:
-    folder, draft = tiny_llama(tmp_path / "model" / "1"), tiny_llama(tmp_path / "draft", num_hidden_layers=1)
+    folder = tiny_llama(tmp_path / "model" / "1")
 
     async def main() -> None:
-        parameters = {"speculation": "draft", "draft_model": str(draft), "kv_cache_bytes": str(4 << 20)}
-        async with served(folder, **parameters) as tiny:
+        async with served(folder, kv_cache_bytes=str(4 << 20)) as tiny:
             before, used = await answers(tiny), driver.used
             await sleep(tiny, level)
             assert driver.used == 0
