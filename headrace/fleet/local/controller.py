@@ -214,7 +214,7 @@ class Controller:
             result["min"], result["max"] = replica_bounds(autoscaler)
         return result
 
-    async def router_statuses(self, service: Service) -> list[dict[str, Any]]:
+    async def router_statuses(self, service: Service) -> list[Document]:
         """Return the status of each router of a service that answers."""
         routers = [router for router in self._routers.routers_of(service) if router.is_up]
         statuses = await asyncio.gather(*(router_status(router.port) for router in routers))
