@@ -21,9 +21,9 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -82,11 +82,14 @@ class Request:
     """Tokens that are still to be prefilled, and then to be generated."""
 
 
+OnChange = Callable[[int | None, Sequence[int], Sequence[int]], None]
+"""Gets the blocks of a prompt that were stored, with the block before them, and the blocks that were removed."""
+
+
 class PrefixCache:
     """The blocks of an engine's cache, least recently used first."""
 
-    def __init__(self, blocks: int, on_change: Callable[[Sequence[int], Sequence[int]], None] | None) -> None:
-        """on_change: called with the blocks of a prompt that were stored, and with those that were removed."""
+    def __init__(self, blocks: int, on_change: OnChange | None) -> None:
         self._limit = blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._on_change = on_change
@@ -104,24 +107,49 @@ class PrefixCache:
             self._blocks.move_to_end(block)
         removed = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._limit)]
         if self._on_change is not None and (known < len(blocks) or removed):
-            self._on_change(blocks[known:] if known < len(blocks) else (), removed)
+            self._on_change(blocks[known - 1] if known else None, blocks[known:], removed)
         return known
+
+
+class Machine(Protocol):
+    """What an engine runs on: a clock, and somebody who hears of its tokens."""
+
+    times: EngineTimes
+
+    @property
+    def now(self) -> float:
+        """The time in seconds."""
+
+    def at(self, when: float, engine: Engine) -> int:
+        """Call `engine.step` at a time; return the event."""
+
+    def answered(self, request: Request) -> None:
+        """Take the first token of a request."""
+
+    def finished(self, request: Request) -> None:
+        """Take the last token of a request."""
 
 
 class Engine:
     """One replica: continuous batching with chunked prefill."""
 
-    def __init__(self, simulation: Simulation, cache: PrefixCache) -> None:
+    def __init__(self, simulation: Machine, cache: PrefixCache) -> None:
         self._simulation = simulation
         self._times = simulation.times
         self._cache = cache
         self._waiting: deque[Request] = deque()
         self._prefill: Request | None = None
-        self._running: list[Request] = []
+        self.running: list[Request] = []
+        """Requests that generate."""
         self._chunk = self._steps = 0
         self._began = self._step = 0.0
         self._event = -1
         """The event that ends the current steps; -1 while the engine is idle."""
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests without a first token."""
+        return [*([self._prefill] if self._prefill is not None else ()), *self._waiting]
 
     def add(self, request: Request) -> None:
         """Take a request."""
@@ -139,13 +167,13 @@ class Engine:
         if event != self._event:
             return
         now, still = self._simulation.now, []
-        for request in self._running:
+        for request in self.running:
             request.left -= self._steps
             if request.left > 0:
                 still.append(request)
             else:
                 self._simulation.finished(request)
-        self._running = still
+        self.running = still
         prefill = self._prefill
         if prefill is not None:
             prefill.left -= self._chunk
@@ -154,14 +182,14 @@ class Engine:
                 prefill.first_token, prefill.left = now, prefill.output_tokens - 1
                 self._simulation.answered(prefill)
                 if prefill.left > 0:
-                    self._running.append(prefill)
+                    self.running.append(prefill)
                 else:
                     self._simulation.finished(prefill)
         self._start()
 
     def _start(self) -> None:
         times = self._times
-        if self._prefill is None and self._waiting and len(self._running) < times.max_running:
+        if self._prefill is None and self._waiting and len(self.running) < times.max_running:
             request = self._prefill = self._waiting.popleft()
             known = self._cache.use(request.blocks) * BLOCK_TOKENS
             # The last token is always computed.
@@ -169,12 +197,12 @@ class Engine:
             request.left = request.prompt_tokens - request.cached_tokens
         self._began = self._simulation.now
         self._chunk, self._steps = 0, 1
-        seconds = times.step_seconds + times.stream_seconds * len(self._running)
+        seconds = times.step_seconds + times.stream_seconds * len(self.running)
         if self._prefill is not None:
             self._chunk = min(times.chunk_tokens, self._prefill.left)
             seconds += times.prompt_seconds * self._chunk
-        elif self._running:
-            self._steps = min(request.left for request in self._running)
+        elif self.running:
+            self._steps = min(request.left for request in self.running)
         else:
             self._event = -1
             return
@@ -203,7 +231,7 @@ class Simulation:
 
     def __init__(self, policy: str, replicas: int, times: EngineTimes) -> None:
         self.times = times
-        self.now = 0.0
+        self._now = 0.0
         self._heap: list[tuple[float, int, Engine | Request]] = []
         self._numbers = count()
         addresses = tuple(
@@ -231,13 +259,18 @@ class Simulation:
             for request in requests:
                 heapq.heappush(self._heap, (request.arrived, next(self._numbers), request))
             while self._heap:
-                self.now, event, payload = heapq.heappop(self._heap)
+                self._now, event, payload = heapq.heappop(self._heap)
                 if isinstance(payload, Request):
                     self._arrived(payload)
                 else:
                     payload.step(event)
         finally:
             predicted_latency.monotonic = clock
+
+    @property
+    def now(self) -> float:
+        """The simulated time."""
+        return self._now
 
     def at(self, when: float, engine: Engine) -> int:
         """Call `engine.step` at a time; return the event."""
@@ -266,6 +299,7 @@ class Simulation:
             self._ticked = self.now
             chooser.tick(self.now)
         view = _view(request, tokens=self._index is not None)
+        _ = view.prompt  # the body is read before
         began = time.thread_time()
         backend = self._backends.pick() if chooser is None else chooser.pick(view)
         self.choice_seconds += time.thread_time() - began
@@ -278,34 +312,33 @@ class Simulation:
             request.timer.sent(backend, view)
         self._engines[backend].add(request)
 
-    def _publisher(self, backend: Backend) -> Callable[[Sequence[int], Sequence[int]], None] | None:
+    def _publisher(self, backend: Backend) -> OnChange | None:
         index = self._index
         if index is None:
             return None
 
-        def publish(stored: Sequence[int], removed: Sequence[int]) -> None:
+        def publish(parent: int | None, stored: Sequence[int], removed: Sequence[int]) -> None:
             events: list[Any] = [BlockRemoved(removed)] if removed else []
             if stored:
                 tokens = [token for block in stored for token in _tokens(block)]
-                # Ids say what is before a block, so that the parent is known without the rest of the prompt.
-                events.append(BlockStored(stored, _parents.get(stored[0]), tokens, BLOCK_TOKENS))
+                events.append(BlockStored(stored, parent, tokens, BLOCK_TOKENS))
             index.apply(backend, events)
 
         return publish
-
-
-_parents: dict[int, int | None] = {}
-"""The block before each block; None for the first of a prompt."""
 
 
 def _tokens(block: int) -> range:
     return range(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
 
 
+def text_of(blocks: Sequence[int]) -> str:
+    """Return the text of a prompt: its blocks differ where the ids do."""
+    return "".join([f"{block:08x}".ljust(BLOCK_TOKENS * CHARACTERS, ".") for block in blocks])
+
+
 def _view(request: Request, *, tokens: bool) -> RequestView:
-    """Return the request as policies see it: a text whose blocks differ where the ids do."""
-    text = "".join([f"{block:08x}".ljust(BLOCK_TOKENS * CHARACTERS, ".") for block in request.blocks])
-    body = orjson.dumps({"model": "chat", "prompt": text})
+    """Return the request as policies see it."""
+    body = orjson.dumps({"model": "chat", "prompt": text_of(request.blocks)})
     view = RequestView(RequestHead(b"POST", b"/v1/completions", [], version="1.1"), body)
     if tokens:
         view.tokens = array("I", [token for block in request.blocks for token in _tokens(block)]).tobytes()
@@ -322,12 +355,12 @@ def conversations(rate: float, seconds: float, seed: int = 1) -> list[Request]:
     numbers = count(1)
     turns_mean = 3.0
     requests: list[Request] = []
-    system = [_chain(None, random_.randint(1, 3), numbers) for _ in range(20)]
+    system = [list(islice(numbers, random_.randint(1, 3))) for _ in range(20)]
     start = -120.0  # so that conversations are under way when it begins
     while start < seconds:
         start += random_.expovariate(rate / turns_mean)
         blocks = list(system[min(int(random_.paretovariate(1.0)) - 1, len(system) - 1)])
-        blocks += _chain(blocks[-1], max(1, round(random_.lognormvariate(2.55, 0.8))), numbers)
+        blocks += islice(numbers, max(1, round(random_.lognormvariate(2.55, 0.8))))
         when = start
         while True:
             output = max(8, min(2000, round(random_.lognormvariate(5.5, 0.8))))
@@ -336,19 +369,9 @@ def conversations(rate: float, seconds: float, seed: int = 1) -> list[Request]:
                 requests.append(Request(when, tuple(blocks), tokens, output))
             if random_.random() < 1 / turns_mean:
                 break
-            blocks += _chain(blocks[-1], max(1, round(random_.lognormvariate(0.9, 0.7))), numbers)
+            blocks += islice(numbers, max(1, round(random_.lognormvariate(0.9, 0.7))))
             when += 5 + random_.expovariate(1 / 30)
     return sorted(requests, key=lambda request: request.arrived)
-
-
-def _chain(parent: int | None, length: int, numbers: Any) -> list[int]:
-    blocks = []
-    for _ in range(length):
-        block = next(numbers)
-        _parents[block] = parent
-        blocks.append(block)
-        parent = block
-    return blocks
 
 
 def capacity(times: EngineTimes, requests: Sequence[Request]) -> float:
@@ -370,8 +393,8 @@ def simulate(policy: str, load: float, replicas: int, seconds: float, seed: int 
     # Caches and models are filled in the first quarter.
     counted = [request for request in simulation.done if request.arrived >= seconds / 4]
     result = Result(policy, load, len(counted))
-    result.first_token = _percentiles([request.first_token - request.arrived for request in counted])
-    result.per_token = _percentiles(
+    result.first_token = percentiles([request.first_token - request.arrived for request in counted])
+    result.per_token = percentiles(
         [
             (request.done - request.first_token) / (request.output_tokens - 1)
             for request in counted
@@ -384,7 +407,8 @@ def simulate(policy: str, load: float, replicas: int, seconds: float, seed: int 
     return result
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Return the 50th, 90th and 99th percentile."""
     ordered = sorted(values)
     return {f"p{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)}
 

@@ -16,8 +16,9 @@ Derived = TypeVar("Derived")
 
 DEFAULT_NAMESPACE = "default"
 
-CAPABILITIES = frozenset({"knative", "lws", "keda", "gateway", "ray", "istio"})
-"""Optional features of a cluster: Knative Serving, LeaderWorkerSet, KEDA, Gateway API, KubeRay, Istio."""
+CAPABILITIES = frozenset({"knative", "lws", "keda", "gateway", "ray", "istio", "inference-pool", "inference-objective"})
+"""Optional features of a cluster: Knative Serving, LeaderWorkerSet, KEDA, Gateway API, KubeRay, Istio, and the two kinds of
+the Gateway API Inference Extension."""
 
 
 @dataclass(frozen=True, order=True)

@@ -58,11 +58,11 @@ def test_a_request_that_comes_meanwhile_begins_after_the_current_step() -> None:
 
 
 def test_the_cache_evicts_what_was_not_used_for_longest() -> None:
-    changes: list[tuple[list[int], list[int]]] = []
-    cache = PrefixCache(4, lambda stored, removed: changes.append((list(stored), list(removed))))
+    changes: list[tuple[int | None, list[int], list[int]]] = []
+    cache = PrefixCache(4, lambda parent, stored, removed: changes.append((parent, list(stored), list(removed))))
     assert [cache.use(blocks) for blocks in ((1, 2), (3, 4), (1, 2, 5), (3, 4))] == [0, 0, 2, 1]
     # The end of a prompt goes before its beginning.
-    assert changes == [([1, 2], []), ([3, 4], []), ([5], [4]), ([4], [5])]
+    assert changes == [(None, [1, 2], []), (None, [3, 4], []), (2, [5], [4]), (3, [4], [5])]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

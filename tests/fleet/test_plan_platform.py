@@ -29,7 +29,10 @@ BETAS = {"autoscaling/v2": "autoscaling/v2beta2", "policy/v1": "policy/v1beta1"}
 OURS = {"v1", "apps/v1", "rbac.authorization.k8s.io/v1", "networking.k8s.io/v1", *BETAS.values()}
 CLUSTERS = {
     "all": (CAPABILITIES, FleetSettings()),
-    "bare": (frozenset({"lws", "ray", "keda"}), FleetSettings(disable_ingress_creation=False, ingress_domain="x.test")),
+    "bare": (
+        frozenset({"lws", "ray", "keda", "inference-pool", "inference-objective"}),
+        FleetSettings(disable_ingress_creation=False, ingress_domain="x.test"),
+    ),
 }
 
 

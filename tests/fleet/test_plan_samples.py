@@ -35,12 +35,21 @@ MODES = {
     "router": {"engine": "RawDeployment", "router": "RawDeployment"},
     "keda": {"engine": "RawDeployment"},
     "latency": {"engine": "RawDeployment"},
+    "inference-pool": {"engine": "RawDeployment"},
     "virtual": {},
     "cpu": {"engine": "RawDeployment"},
     "accelerators": {"engine": "RawDeployment"},
     "benchmark": {"engine": "RawDeployment"},
     "own-runtime": {"engine": "RawDeployment"},
 }
+NEEDED = {
+    "multi-node": "lws",
+    "multi-node-headrace": "lws",
+    "multi-node-ray": "ray",
+    "keda": "keda",
+    "inference-pool": "inference-pool inference-objective",
+}
+"""What the samples need of a cluster."""
 RUNTIMES = {
     "raw": "headrace-gpu",
     "multi-node": "vllm-multi-node",
@@ -78,10 +87,7 @@ def test_sample(path: Path) -> None:
     json.dumps(planned.objects)
     keys = [(manifest["apiVersion"], manifest["kind"], manifest["metadata"]["name"]) for manifest in planned.objects]
     assert len(set(keys)) == len(keys)
-    needed = {"multi-node": "lws", "multi-node-headrace": "lws", "multi-node-ray": "ray", "keda": "keda"}.get(
-        path.stem, ""
-    )
-    bare = replace(everything, capabilities=frozenset({needed}) & CAPABILITIES)
+    bare = replace(everything, capabilities=frozenset(NEEDED.get(path.stem, "").split()) & CAPABILITIES)
     assert plan(asked, bare).problems == []
 
 

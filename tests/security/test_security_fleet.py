@@ -25,7 +25,7 @@ from headrace.core.limits import Limits
 from support.waiting import eventually
 
 VERBS = ("info", "list", "get", "apply", "patch", "delete", "pods", "events", "progress", "facts", "logs", "scale",
-         "replicas", "replica_metrics", "woken")  # fmt: skip
+         "replicas", "replica_metrics", "router_statuses", "woken")  # fmt: skip
 SPEC = {"model": {"name": "m"}, "engine": {"minReplicas": 1}}
 SERVICE: dict[str, Any] = {
     "apiVersion": "ome.io/v1beta1", "kind": "InferenceService", "metadata": {"name": "kept", "namespace": "default"},

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from headrace.core.names import nearest
+from headrace.fleet.admission.inference_pools import pool_annotation_problems
 from headrace.fleet.documents import ClusterFacts, Problem, namespace_of
 from headrace.fleet.merging.latency_targets import FIRST_TOKEN, NEXT_TOKEN, PERCENTILE, service_targets
 from headrace.fleet.names import (
@@ -67,6 +68,7 @@ def service_problems(service: Document, facts: ClusterFacts) -> list[Problem]:
         *_annotations(service),
         *scaling_problems(service),
         *latency_problems(service),
+        *pool_annotation_problems(service),
         *rollout_problems(service),
         *_containers(service),
         *_router(get_mapping(service, "spec", "router", "config")),

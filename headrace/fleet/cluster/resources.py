@@ -47,6 +47,14 @@ CHILDREN = (
     Resource("leaderworkerset.x-k8s.io", ("v1",), "LeaderWorkerSet", "leaderworkersets", capability="lws"),
     Resource("keda.sh", ("v1alpha1",), "ScaledObject", "scaledobjects", capability="keda"),
     Resource("gateway.networking.k8s.io", ("v1", "v1beta1"), "HTTPRoute", "httproutes", capability="gateway"),
+    Resource("inference.networking.k8s.io", ("v1",), "InferencePool", "inferencepools", capability="inference-pool"),
+    Resource(
+        "inference.networking.x-k8s.io",
+        ("v1alpha2",),
+        "InferenceObjective",
+        "inferenceobjectives",
+        capability="inference-objective",
+    ),
     Resource("ray.io", ("v1", "v1alpha1"), "RayCluster", "rayclusters", capability="ray"),
     Resource("networking.istio.io", ("v1", "v1beta1"), "VirtualService", "virtualservices", capability="istio"),
 )

@@ -78,6 +78,7 @@ class ApiServer:
             "scale": self._scale,
             "replicas": self._replicas,
             "replica_metrics": self._replica_metrics,
+            "router_statuses": self._router_statuses,
             "woken": self._cold_start,
         }
 
@@ -246,6 +247,9 @@ class ApiServer:
         service = (get_str(args, "namespace"), get_str(args, "name"))
         component = get_str(args, "component") or "engine"
         return self._controller.scale(service, component, replicas, get_str(args, "reason"))
+
+    def _router_statuses(self, args: Arguments) -> Awaitable[list[Document]]:
+        return self._controller.router_statuses((get_str(args, "namespace"), get_str(args, "name")))
 
     def _replica_metrics(self, args: Arguments) -> Awaitable[Document]:
         return self._controller.replica_metrics((get_str(args, "namespace"), get_str(args, "name")))

@@ -214,6 +214,12 @@ class Controller:
             result["min"], result["max"] = replica_bounds(autoscaler)
         return result
 
+    async def router_statuses(self, service: Service) -> list[Document]:
+        """Return the status of each router of a service that answers."""
+        routers = [router for router in self._routers.routers_of(service) if router.is_up]
+        statuses = await asyncio.gather(*(router_status(router.port) for router in routers))
+        return [status for status in statuses if status is not None]
+
     async def replica_metrics(self, service: Service) -> dict[str, Document]:
         """Return what each replica does, by the pod's name: requests that routers sent to it, CPU cores and memory."""
         pods = self._kubelet.pods_of(service)

@@ -45,7 +45,7 @@ HELD_BYTES = 256 << 20
 CONFIG_FILE = "router.yaml"
 """Key of the ConfigMap."""
 _FOLDER = "/etc/headrace"
-_RESTART_DIGEST = "ome.io/config-digest"
+RESTART_DIGEST = "ome.io/config-digest"
 """Annotation of the pods: a digest of the settings that need a restart."""
 _RELOADED = ("backends", "timeouts", "activation", "measure_streams")
 """Sections that a running router reloads."""
@@ -139,7 +139,7 @@ def front_objects(
         accounts.append((activator.namespace, activator.account))
     rules = [_config_rule(name), *_scale_rules(activation_targets)]
     objects += role_objects(context, name, accounts, labels, rules)
-    pod = _pod(context, name)
+    pod = router_pod(context, name, PORT, "http", watch=True)
     pod_labels = {**labels, **front_selector(context)}
     spec: Object = {
         # One replica with activation: two would have to coordinate before scaling to zero.
@@ -147,7 +147,7 @@ def front_objects(
         "selector": {"matchLabels": front_selector(context)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "template": {
-            "metadata": {"labels": pod_labels, "annotations": {_RESTART_DIGEST: digest_of(json.dumps(fixed))}},
+            "metadata": {"labels": pod_labels, "annotations": {RESTART_DIGEST: digest_of(json.dumps(fixed))}},
             "spec": with_last_log_lines(with_graceful_stop(context, pod, seconds)),
         },
     }
@@ -280,7 +280,8 @@ def _config_rule(name: str) -> Object:
     }
 
 
-def _pod(context: PlanContext, name: str) -> Object:
+def router_pod(context: PlanContext, name: str, port: int, port_name: str, *, watch: bool) -> Object:
+    """Return the pod of a router with the ConfigMap and the ServiceAccount of this name. `watch`: follow the ConfigMap."""
     container = {
         "name": "router",
         "image": context.facts.settings.image,
@@ -288,11 +289,10 @@ def _pod(context: PlanContext, name: str) -> Object:
             "router",
             "--config",
             f"{_FOLDER}/{CONFIG_FILE}",
-            "--config-map",
-            f"{context.namespace}/{name}",
+            *(["--config-map", f"{context.namespace}/{name}"] if watch else []),
         ],
-        "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
-        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 2},
+        "ports": [{"name": port_name, "containerPort": port, "protocol": "TCP"}],
+        "readinessProbe": {"tcpSocket": {"port": port}, "periodSeconds": 2},
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": {
             "allowPrivilegeEscalation": False,

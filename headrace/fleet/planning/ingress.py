@@ -37,6 +37,7 @@ from headrace.fleet.planning.front_router import (
     front_workload,
     workloads_of,
 )
+from headrace.fleet.planning.inference_pool import POOL, POOL_GROUP, has_pool
 from headrace.fleet.planning.multi_node import HEAD, NODE_TYPE, WORKER_INDEX
 from headrace.fleet.planning.raw_deployment import HTTP_PORT, alias_service, external_service
 from headrace.fleet.planning.shared_activator import SharedActivator, activation_of, front_serves, is_scaled_to_zero
@@ -157,7 +158,7 @@ def routing_objects(routes: Routing) -> list[Object]:
         return [*objects, alias_service(context, KNATIVE_GATEWAY), virtual_service(exposure, entry.service, labels)]
     if not exposure.private or routes.needs_front:
         target = PORT if routes.routes_to_front else entry.target
-        selector = front_selector(context) if routes.routes_to_front else _selector(entry)
+        selector = front_selector(context) if routes.routes_to_front else pods_selector(entry)
         objects.append(external_service(context, selector, routes.port, target))
     if exposure.has_ingress:
         objects += _ingress_objects(routes)
@@ -192,7 +193,12 @@ def _ingress_objects(routes: Routing) -> list[Object]:
         return [ingress(exposure, backends, labels)]
     timeout = entry.component.extension.timeout_seconds
     weighted = [(*own, 1)] if routes.needs_front else entry.shares
-    objects = [http_route(exposure, context.name, weighted, timeout, labels)]
+    # The gateway chooses pods of an InferencePool itself, also of two revisions.
+    route = http_route(exposure, context.name, weighted, timeout, labels)
+    if has_pool(context):
+        pool = {"group": POOL_GROUP, "kind": POOL[1], "name": context.name, "port": entry.target, "weight": 1}
+        route["spec"]["rules"][0]["backendRefs"] = [pool]
+    objects = [route]
     for part in routed.values():
         backends_of_part = weighted if part is entry else [(part.service, part.port, 1)]
         objects.append(
@@ -203,9 +209,9 @@ def _ingress_objects(routes: Routing) -> list[Object]:
     return objects
 
 
-def _selector(entry: ComponentPlan) -> dict[str, str]:
-    """Return the selector of the pods that serve: only leaders, and of two revisions the stable one."""
-    if entry.rollout.two:
+def pods_selector(entry: ComponentPlan, *, stable: bool = True) -> dict[str, str]:
+    """Return the selector of the pods that serve: only leaders, and of two revisions the stable one, or both."""
+    if stable and entry.rollout.two:
         return dict(entry.selector)
     labels = entry.component.labels
     selector = {SERVICE_LABEL: labels[SERVICE_LABEL], COMPONENT_LABEL: labels[COMPONENT_LABEL]}

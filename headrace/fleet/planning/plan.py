@@ -22,7 +22,16 @@ from headrace.fleet.planning.component_plan import (
     scale_ups_of,
 )
 from headrace.fleet.planning.context import Object, PlanContext, plan_context
-from headrace.fleet.planning.ingress import Routing, Urls, plan_routing, routing_objects, routing_problems, service_urls
+from headrace.fleet.planning.inference_pool import pool_objects, pool_problems
+from headrace.fleet.planning.ingress import (
+    Routing,
+    Urls,
+    plan_routing,
+    pods_selector,
+    routing_objects,
+    routing_problems,
+    service_urls,
+)
 from headrace.fleet.planning.network_policies import network_policies
 from headrace.fleet.planning.revisions import Rollout
 from headrace.fleet.planning.router_component import access_objects, has_no_image, prepare_router
@@ -111,7 +120,7 @@ def _plan_components(context: PlanContext, selection: Selection) -> Plan:
         return base
     activation_targets = [target for part in parts.values() if (target := activation_target(part)) is not None]
     routes = plan_routing(context, parts, activation_targets)
-    problems = list(routing_problems(routes))
+    problems = [*routing_problems(routes), *pool_problems(context, parts)]
     if problems:
         return replace(base, problems=problems)
     objects = model_config(context, model, weights)
@@ -121,13 +130,17 @@ def _plan_components(context: PlanContext, selection: Selection) -> Plan:
         objects += component_objects(context, item, routes.port, not is_headrace_router and item is not routes.entry)
     return replace(
         base,
-        objects=[*objects, *routing_objects(routes), *_network_policies(routes)],
+        objects=[*objects, *routing_objects(routes), *_pool_objects(routes), *_network_policies(routes)],
         urls=service_urls(routes),
         rollouts={name: item.rollout for name, item in parts.items()},
         scale_ups=[scale_up for part in parts.values() for scale_up in scale_ups_of(context, part)],
         notes=[] if is_headrace_router else _notes(parts, routes.entry),
         counted=frozenset(_counted_components(routes, is_headrace_router)),
     )
+
+
+def _pool_objects(routes: Routing) -> list[Object]:
+    return pool_objects(routes.context, pods_selector(routes.entry, stable=False), routes.entry.target)
 
 
 def _network_policies(routes: Routing) -> list[Object]:

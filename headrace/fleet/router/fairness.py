@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.core.errors import HeadraceError, ResourceExhausted
+from headrace.core.errors import HeadraceError, InvalidArgument, ResourceExhausted
 from headrace.fleet.router.request_queue import QueuedRequest, RequestQueue
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _CREDIT_TOKENS = 16_384
 """Tokens that an idle tenant may use as a burst, before it is the turn of the others."""
 _MAX_TENANTS = 4096
 _TENANT_NAME = re.compile(rb"[A-Za-z0-9_.@:/-]{1,64}")
+_PRIORITY = re.compile(r"-?[0-9]{1,6}")
 _USAGE = re.compile(rb'"(prompt_tokens|input_tokens|completion_tokens|output_tokens)"\s*:\s*([0-9]{1,9})')
 _PROMPT_NAMES = (b"prompt_tokens", b"input_tokens")
 _END_OF_EVENT = b"\n\n"
@@ -232,6 +233,19 @@ class TokenUsage:
             tenant.output_budget.spend(more)
 
 
+def parse_priorities(text: str) -> dict[str, int]:
+    """Parse `interactive=10,batch=-10`. Raises InvalidArgument."""
+    priorities: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = part.partition("=")
+        if not _TENANT_NAME.fullmatch(name.encode()) or not _PRIORITY.fullmatch(number):
+            raise InvalidArgument(
+                f"fairness.priorities has {part[:80]!r}: write names with whole numbers, such as interactive=10,batch=-10"
+            )
+        priorities[name] = int(number)
+    return priorities
+
+
 class Fairness:
     """All tenants of a router. Used from the loop's thread only."""
 
@@ -243,6 +257,7 @@ class Fairness:
         self._find = find
         self._header = settings.tenant_header.lower().encode()
         self._anonymous = EqualTenant(ANONYMOUS)
+        self._priorities = parse_priorities(settings.priorities)
         self._reached = 0.0
         """Highest counter of any tenant when it sent a request; counters of idle tenants are raised nearly to it."""
 
@@ -276,7 +291,7 @@ class Fairness:
             name = value.decode() if _TENANT_NAME.fullmatch(value) else ANONYMOUS
         tenant = self.tenants.get(name)
         if tenant is None:
-            return self._add(spec or EqualTenant(name))
+            return self._add(spec or EqualTenant(name, priority=self._priorities.get(name, 0)))
         if spec is not None and spec is not tenant.spec:
             tenant.update(spec)
         return tenant

@@ -57,7 +57,9 @@ class KVEvents:
         tokens = request.tokens
         if tokens:
             cached, holders = self.index.longest(tokens, self._adapter(request))
-            chosen = min((backend for backend in holders if backend in live), key=_load, default=None)
+            # Common beginnings have many holders.
+            among = live if len(holders) < 4 else frozenset(live)
+            chosen = min((backend for backend in holders if backend in among), key=_load, default=None)
             if chosen is not None:
                 if cached * TOKEN_BYTES < self._settings.cache_aware.cache_threshold * len(tokens):
                     # Only a common beginning, such as a system prompt: no reason to send all such requests to one backend.

@@ -353,9 +353,13 @@ class CacheAware:
 
         Prompts with this prefix will come here again: free cache counts for more than the load of this moment.
         """
-        limit = min(map(_load, live)) + _SIMILAR_LOAD
-        similar = [backend for backend in live if _load(backend) <= limit]
-        return min(similar, key=lambda backend: (self.tree.size(backend) / backend.share, _load(backend)))
+        loads = [(backend.outstanding + 1) / backend.share for backend in live]
+        limit, size = min(loads) + _SIMILAR_LOAD, self.tree.size
+        best, least = live[0], (float("inf"), float("inf"))
+        for backend, load in zip(live, loads, strict=True):
+            if load <= limit and (rank := (size(backend) / backend.share, load)) < least:
+                best, least = backend, rank
+        return best
 
     def _least_busy(self, live: Sequence[Backend]) -> Backend:
         """Return the least busy backend; among equals the one with the smallest part of the tree."""

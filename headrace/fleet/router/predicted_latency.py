@@ -178,11 +178,18 @@ class PredictedLatency:
         """Return the backend that misses the targets least, or that would finish first; and by how much it misses them."""
         seen, now = self._tree.lengths(request.prompt), monotonic()
         best, least_missed, soonest = live[0], float("inf"), float("inf")
+        characters, common = len(request.prompt), self.all
         for backend in self._compared(live, seen):
-            tokens = self._uncached(request, seen.get(backend, 0))
-            first, following = self._predict(backend, tokens, now)
-            missed = targets.missed_by(first, following)
-            work = first - self._predict(backend, 0.0, now)[0]
+            known = self.of(backend)
+            pending, streams = known.pending_tokens / _TOKENS_SCALE, known.streams / _STREAMS_SCALE
+            tokens = (characters - seen.get(backend, 0)) / _CHARACTERS_PER_TOKEN
+            weight = _weight(known.first_token, now)
+            whole = 1.0, pending + tokens / _TOKENS_SCALE, streams
+            first = _mean(known.first_token, common.first_token, whole, weight)
+            work = first - _mean(known.first_token, common.first_token, (1.0, pending, streams), weight)
+            after = 1.0, pending, streams + 1 / _STREAMS_SCALE
+            following = _mean(known.next_token, common.next_token, after, _weight(known.next_token, now))
+            missed = targets.missed_by(first, following) if targets else 0.0
             # A backend in slow start gets fewer requests than its latency alone would give it.
             seconds = (first + following * self.output_tokens + _WORK_WEIGHT * work) / backend.ramp
             # Small differences are ignored: predictions are inexact, and not all requests should go to one backend.
@@ -268,7 +275,16 @@ class PredictedLatency:
 
 def _blend(own: LatencyModel, common: LatencyModel, features: Features, now: float) -> float:
     """Return the prediction of a backend's own model, and of the common one as far as the own has few or old samples."""
+    return _mean(own, common, features, _weight(own, now))
+
+
+def _weight(own: LatencyModel, now: float) -> float:
+    """Return how many samples a model counts as."""
     samples: float = min(own.samples, _MAX_SAMPLES) * 0.5 ** ((now - own.last) / _HALF_LIFE_SECONDS)
+    return samples
+
+
+def _mean(own: LatencyModel, common: LatencyModel, features: Features, samples: float) -> float:
     return (samples * own.predict(features) + _COMMON_SAMPLES * common.predict(features)) / (samples + _COMMON_SAMPLES)
 
 

@@ -67,36 +67,48 @@ class PrefixTree(Generic[Owner]):
 
     def longest(self, text: str, among: Collection[Owner]) -> tuple[int, list[Owner]]:
         """Return the length of the longest prefix that any of these owners has seen, and those owners. Changes nothing."""
-        best: tuple[int, list[Owner]] = (0, [])
+        best = 0
+        everybody = last = _NO_OWNERS
+        allowed = frozenset(among)
         node, index = self._root, 0
         while True:
             child = node.children.get(text[index : index + 1])
             if child is None:
-                return best
-            owners = [owner for owner in among if owner in child.owners]
+                break
+            # An owner of a node owns those above: as many owners are the same ones.
+            owners = last if len(child.owners) == len(everybody) else child.owners & allowed
             if not owners:
-                return best
+                break
+            everybody = child.owners
             complete = text.startswith(child.edge, index)
             index += len(child.edge) if complete else _common_length(text, index, child.edge)
-            best = (index, owners)
+            best, last = index, owners
             if not complete:
-                return best
+                break
             node = child
+        return best, [owner for owner in among if owner in last] if last else []
 
     def lengths(self, text: str) -> dict[Owner, int]:
         """Return the length of the longest prefix that each owner has seen, of those that have seen one. Changes nothing."""
         lengths: dict[Owner, int] = {}
+        owners, before = _NO_OWNERS, 0
         node, index = self._root, 0
         while True:
             child = node.children.get(text[index : index + 1])
             if child is None:
-                return lengths
+                break
+            # An owner of a node owns those above: only where there are fewer does the prefix of some end.
+            if len(child.owners) != len(owners):
+                lengths.update(dict.fromkeys(owners, before))
+                owners = child.owners
             complete = text.startswith(child.edge, index)
             index += len(child.edge) if complete else _common_length(text, index, child.edge)
-            lengths.update(dict.fromkeys(child.owners, index))
+            before = index
             if not complete:
-                return lengths
+                break
             node = child
+        lengths.update(dict.fromkeys(owners, before))
+        return lengths
 
     def add(self, text: str, owner: Owner) -> None:
         """Record that an owner has seen a text; evict its least recently used nodes above the limit."""

@@ -310,6 +310,8 @@ class FairnessSettings:
     """Keys file: the holder of a key is a tenant, with the share, the priority and the limits that the file sets."""
     tenant_header: str = ""
     """Header with the tenant's name. A proxy in front must set it, because the router trusts it. All shares are equal."""
+    priorities: str = ""
+    """Priorities of tenants that the header names, `interactive=10,batch=-10`; those of others are 0."""
     output_weight: float = 2.0
     """How many tokens of a prompt one generated token counts for, when the tenants take turns."""
     ageing_seconds: float = 10.0
@@ -533,6 +535,8 @@ def check_settings(settings: RouterSettings) -> None:
         raise InvalidArgument("fairness takes a keys_file or a tenant_header, not both")
     if fairness.tenant_header and not _TOKEN.fullmatch(fairness.tenant_header):
         raise InvalidArgument(f"fairness.tenant_header is the name of a header, not {fairness.tenant_header!r}")
+    if fairness.priorities and not fairness.tenant_header:
+        raise InvalidArgument("fairness.priorities are of the tenants that fairness.tenant_header names: set both")
     if fairness.is_enabled and not settings.max_outstanding:
         raise InvalidArgument("fairness needs max_outstanding: without it no request waits at the router")
     if fairness.ageing_seconds <= 0 or fairness.output_weight <= 0:

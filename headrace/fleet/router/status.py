@@ -187,6 +187,7 @@ class RouterStatus:
             "live": len(self._backends.live),
             "queued": self._backends.queued,
             "retries": {"spent": self._budget.spent, "refused": self._budget.refused},
+            "hedges": self.choices.hedges_json(),
             "backends": [self._backend_json(backend) for backend in self._backends.all],
             "leaving": [
                 {"url": backend.name, "outstanding": backend.outstanding} for backend in self._backends.draining
@@ -216,6 +217,9 @@ class RouterStatus:
             **{outcome: getattr(stats, outcome) for outcome in _OUTCOMES},
             "checks": backend.health.checks,
             "ejections": backend.health.ejections,
+            "ejected_times": backend.health.ejected_times,
+            "failed_checks": backend.health.failed_checks,
+            "slow_start": round(backend.ramp, 3),
             "connections": len(pool.all),
             "idle_connections": len(pool.idle),
         }
@@ -302,6 +306,12 @@ class RouterStatus:
             labels,
         )
         registry.callback(
+            "headrace_router_slow_start",
+            "Part of its share that a backend gets: below 1 for a while after it came back, with slow_start_seconds.",
+            per_backend(lambda backend: backend.ramp),
+            labels,
+        )
+        registry.callback(
             "headrace_router_connections",
             "Open HTTP/1.1 connections to a backend.",
             per_backend(lambda backend: len(self._pools[backend].all)),
@@ -345,6 +355,11 @@ class ChoiceMetrics:
             counts[self.policy, backend.name, ChoiceReason.POLICY] = first_attempts
             counts[self.policy, backend.name, ChoiceReason.RETRY] = backend.stats.retries
         return counts
+
+    def hedges_json(self) -> dict[str, int]:
+        """Return the counts of second requests; empty without hedging."""
+        hedger = self._hedger
+        return {} if hedger is None else {"asked": hedger.hedged, "won": hedger.won, "refused": hedger.budget.refused}
 
     def _hedges(self) -> dict[tuple[str, ...], float]:
         hedger = self._hedger

@@ -73,6 +73,29 @@ def detail(
     }
 
 
+def failures_text(statuses: Sequence[Document]) -> str:
+    """Return how the routers of a service met failures, in a sentence; "" without routers."""
+    if not statuses:
+        return ""
+    backends = [backend for status in statuses for backend in status.get("backends", ())]
+
+    def total(section: str, key: str) -> int:
+        return sum(int(status.get(section, {}).get(key, 0)) for status in statuses)
+
+    ejected = sum(backend.get("ejected_times", 0) for backend in backends)
+    checks = sum(backend.get("failed_checks", 0) for backend in backends)
+    slow = sum(backend.get("slow_start", 1.0) < 1.0 for backend in backends)
+    parts = [
+        f"{ejected} ejections",
+        f"{checks} failed checks",
+        f"{total('retries', 'spent')} retries ({total('retries', 'refused')} beyond the budget)",
+    ]
+    if any(status.get("hedges") for status in statuses):
+        parts.append(f"{total('hedges', 'asked')} hedged requests ({total('hedges', 'won')} answered first)")
+    parts.append(f"{slow} of {len(backends)} replicas in slow start")
+    return ", ".join(parts)
+
+
 def newest(events: Sequence[Document], limit: int) -> list[dict[str, Any]]:
     """Return events, newest first."""
     documents = [event_json(event) for event in reversed(events)]
@@ -176,7 +199,8 @@ class FleetConsole:
     async def _detail(self, live: Document) -> Document:
         reference = {"namespace": namespace_of(live), "name": name_of(live)}
         metrics: dict[str, Document] = await self._control.call("replica_metrics", reference)
-        return detail(live, self._pods(live), newest(self._events_of(live), _EVENTS), metrics)
+        found = detail(live, self._pods(live), newest(self._events_of(live), _EVENTS), metrics)
+        return {**found, "failures": failures_text(await self._control.call("router_statuses", reference))}
 
     async def logs(self, exchange: Exchange) -> Document:
         """Return the last log lines of its replicas; `pod`, `tail` and `previous` select them."""

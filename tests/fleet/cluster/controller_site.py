@@ -31,13 +31,62 @@ FOREIGN = [each for each in CHILDREN if each.capability]
 REPLICA_SETS = ServedResource(Resource("apps", ("v1",), "ReplicaSet", "replicasets"), "v1")
 
 
+NAME = {"type": "string", "minLength": 1, "maxLength": 253}
+PORT = {
+    "type": "object",
+    "required": ["number"],
+    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+}
+LABELS = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63}}
+SPECS = {
+    "InferencePool": {
+        "required": ["selector", "targetPorts", "endpointPickerRef"],
+        "properties": {
+            "selector": {"type": "object", "required": ["matchLabels"], "properties": {"matchLabels": LABELS}},
+            "targetPorts": {"type": "array", "minItems": 1, "maxItems": 8, "items": PORT},
+            "endpointPickerRef": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {
+                    "group": {"type": "string", "maxLength": 253},
+                    "kind": {"type": "string", "minLength": 1, "maxLength": 63},
+                    "name": NAME,
+                    "port": PORT,
+                    "failureMode": {"type": "string", "enum": ["FailOpen", "FailClose"]},
+                },
+            },
+        },
+    },
+    "InferenceObjective": {
+        "required": ["poolRef"],
+        "properties": {
+            "priority": {"type": "integer"},
+            "poolRef": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"group": {"type": "string"}, "kind": {"type": "string"}, "name": NAME},
+            },
+        },
+    },
+}
+"""What the kinds of the Gateway API Inference Extension check and keep: a field that is not here would be dropped."""
+
+
+def foreign_schema(kind: str) -> dict[str, Any]:
+    """The schema of a kind of others; most have none here."""
+    if kind not in SPECS:
+        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    spec = {"type": "object", **SPECS[kind]}
+    return {"type": "object", "required": ["spec"], "properties": {"spec": spec}}
+
+
 def foreign_crd(kind: Any) -> dict[str, Any]:
-    """A kind of Knative and the like, with no schema: nobody acts on it here."""
+    """A kind of Knative and the like: nobody acts on it here."""
     version = {
         "name": kind.versions[0],
         "served": True,
         "storage": True,
-        "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+        "schema": {"openAPIV3Schema": foreign_schema(kind.kind)},
         "subresources": {"status": {}},
     }
     return {

@@ -111,7 +111,12 @@ def test_templates_percent_signs_and_long_names_are_fine(clean: Any) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "sample", "says"),
-    [("lws", "multi-node", "LeaderWorkerSet"), ("keda", "keda", "KEDA"), ("knative", "serverless", "Knative")],
+    [
+        ("lws", "multi-node", "LeaderWorkerSet"),
+        ("keda", "keda", "KEDA"),
+        ("knative", "serverless", "Knative"),
+        ("inference-pool", "inference-pool", "InferencePool"),
+    ],
 )
 def test_missing_objects_may_be_created_later(clean: Any, capability: str, sample: str, says: str) -> None:
     from controller_site import FOREIGN, Running, until

@@ -16,6 +16,7 @@ SAMPLES = (
     "canary",
     "rollout-steps",
     "keda",
+    "inference-pool",
     "multi-node",
     "multi-node-ray",
     "prefill-decode",

@@ -443,3 +443,26 @@ def test_settings_that_cannot_be(settings: FairnessSettings, complaint: str) -> 
         check_settings(RouterSettings(backends, max_outstanding=1, fairness=settings))
     with pytest.raises(InvalidArgument, match="needs max_outstanding"):
         check_settings(RouterSettings(backends, fairness=BY_HEADER))
+
+
+def test_a_priority_may_be_of_a_value_of_the_header() -> None:
+    settings = FairnessSettings(tenant_header="x-gateway-inference-objective", priorities="fast=10, slow=-10")
+    fairness = Fairness(settings)
+
+    def priority(name: bytes) -> int:
+        fields = [(b"x-gateway-inference-objective", name)] if name else []
+        return fairness.admit(RequestHead(b"POST", b"/v1/completions", fields, version="1.1"), 0).tenant.priority
+
+    assert [priority(name) for name in (b"fast", b"slow", b"other", b"")] == [10, -10, 0, 0]
+
+
+@pytest.mark.parametrize("text", ["fast", "fast=", "fast=high", "a b=1", "=1"])
+def test_priorities_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="interactive=10"):
+        Fairness(FairnessSettings(tenant_header="x-tenant", priorities=text))
+
+
+def test_priorities_need_a_header_that_names_tenants() -> None:
+    settings = RouterSettings((), max_outstanding=1, fairness=FairnessSettings(keys_file="keys", priorities="a=1"))
+    with pytest.raises(InvalidArgument, match="tenant_header"):
+        check_settings(settings)

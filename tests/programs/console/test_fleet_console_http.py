@@ -20,7 +20,7 @@ from routes_and_rights import FLEET_CONSOLE, by_route
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.net.sockets import Address
-from headrace.programs.console.fleet import KEY_FILE, ConsoleListener, load_key, parse_loopback
+from headrace.programs.console.fleet import KEY_FILE, ConsoleListener, failures_text, load_key, parse_loopback
 from support.ports import free_port
 from support.programs import Program
 from support.waiting import eventually
@@ -49,6 +49,23 @@ def ask(site: FleetUp, method: str, path: str, body: Any = None, **fields: str) 
 
 def path_of(route: str) -> str:
     return route.split(" ")[1].replace("{}", "default", 1).replace("{}", "first", 1)
+
+
+def test_how_routers_met_failures_is_a_sentence(site: FleetUp) -> None:
+    backend = {"ejected_times": 2, "failed_checks": 3, "slow_start": 1.0}
+    status = {"backends": [backend, {**backend, "slow_start": 0.4}], "retries": {"spent": 5, "refused": 1}}
+    assert failures_text([status]) == (
+        "4 ejections, 6 failed checks, 5 retries (1 beyond the budget), 1 of 2 replicas in slow start"
+    )
+    hedging = {**status, "hedges": {"asked": 7, "won": 2, "refused": 0}}
+    assert "10 retries" in failures_text([status, hedging])
+    assert "7 hedged requests (2 answered first)" in failures_text([status, hedging])
+    assert failures_text([]) == ""
+    _, told, _ = ask(site, "GET", "/console/api/services/default/first")
+    assert (
+        told["failures"]
+        == "0 ejections, 0 failed checks, 0 retries (0 beyond the budget), 0 of 1 replicas in slow start"
+    )
 
 
 @pytest.mark.parametrize("sent", ["", "Bearer", "Bearer wrong", "Basic eDp4", "Bearer {key}x"])

@@ -145,7 +145,7 @@ function servicePage(main, namespace, name) {
     ticks.now();
   }
 
-  // The requests per second of each replica, from this answer and the last one.
+  // Requests per second of each replica, by this answer and the last.
   function withRates(told) {
     const now = performance.now() / 1000;
     const counts = Object.fromEntries(told.pods.map((each) => [each.name, each.metrics.requests]));
@@ -169,6 +169,7 @@ function servicePage(main, namespace, name) {
         ["Runtime", told.runtime],
         ["Mode", told.mode],
         ["Replicas ready", `${told.ready_replicas} of ${told.replicas}`],
+        ["Failures met", told.failures],
         ["Created", when(told.created)],
       ]),
     );
@@ -213,7 +214,7 @@ function servicePage(main, namespace, name) {
 // Start.
 
 if (location.hash.startsWith(KEY)) {
-  // Keep the key in this tab and remove it from the URL, which others may see.
+  // Keep the key in this tab, not in the URL.
   setKey(decodeURIComponent(location.hash.slice(KEY.length)));
   history.replaceState(null, "", `${location.pathname}${location.search}#/services`);
 }
