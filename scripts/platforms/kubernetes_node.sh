@@ -36,7 +36,7 @@ install() {
   fi
 }
 
-controllers() { awk '$3 == "cgroup" {print $2}' /proc/self/mounts; }
+controllers() { awk '$3 ~ /^cgroup2?$/ {print $2}' /proc/self/mounts; }
 
 cgroups() {
   local controller

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,11 +122,18 @@ def test_a_node_whose_starter_is_killed_leaves_nothing_behind(tmp_path: Path) ->
     script = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).wait()"
     starter = subprocess.Popen([sys.executable, "-c", script, "bash", SCRIPT, "run", tmp_path / "node"])
     eventually((tmp_path / "node" / "kubeconfig").exists, within=400)
-    assert living(tmp_path)
+    (number,) = re.findall(r"10\.77\.(\d+)\.2", (tmp_path / "node" / "kubeconfig").read_text())
+    assert living(tmp_path) and cgroups(number)
     os.kill(starter.pid, signal.SIGKILL)
     starter.wait()
     eventually(lambda: not living(tmp_path))
-    eventually(lambda: str(tmp_path) not in Path("/proc/self/mounts").read_text())
+    eventually(lambda: not cgroups(number))
+    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
+    assert not Path(f"/sys/class/net/hr-node{number}").exists()
+
+
+def cgroups(number: str) -> list[Path]:
+    return [*Path("/sys/fs/cgroup").glob(f"*/hr-node{number}"), *Path("/sys/fs/cgroup").glob(f"hr-node{number}")]
 
 
 def living(folder: Path) -> list[str]:
