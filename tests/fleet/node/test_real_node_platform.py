@@ -66,7 +66,7 @@ def test_no_request_fails_while_a_service_changes(site: Any) -> None:
         site.await_revision("busy", "two", 2)
         clients.wait_for(100)
         service("three", canaryTrafficPercent=30)
-        eventually(lambda: "30%" in shares(site), within=PATIENCE, message=lambda: site.state("busy"))
+        eventually(lambda: "30% of 30%" in shares(site), within=PATIENCE, message=lambda: site.state("busy"))
         clients.wait_for(300)
         site.headrace("rollout", "promote", "busy", "--kube")
         site.await_revision("busy", "three", 2)
