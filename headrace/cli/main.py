@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import Annotated
 
@@ -23,6 +25,10 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the console script."""
+    if os.getpid() == 1:
+        # The kernel drops SIGTERM for the first process of a container until it has a handler. Programs set theirs when they
+        # have started; a pod that is deleted before that would start, serve, and last until its grace period is over.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     app()
 
 

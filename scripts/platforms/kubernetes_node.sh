@@ -36,16 +36,19 @@ install() {
   fi
 }
 
-controllers() { awk '$3 == "cgroup" {print $2}' /proc/self/mounts; }
+controllers() { awk '$3 ~ /^cgroup2?$/ {print $2}' /proc/self/mounts; }
 
 cgroups() {
   local controller
   for controller in $(controllers); do find "$controller" -maxdepth 1 -name "$1"; done
 }
 
-# Nodes without a process have ended without a word; rmdir fails for those that live.
+# Those of nodes that have ended: an interface goes with its node, and one that lives keeps its empty cgroups.
 remove_cgroups() {
-  cgroups "$1" | while read -r path; do find "$path" -depth -type d -exec rmdir {} + 2>/dev/null || true; done
+  local path
+  cgroups "$1" | while read -r path; do
+    [ -e "/sys/class/net/$(basename "$path")" ] || find "$path" -depth -type d -exec rmdir {} + 2>/dev/null || true
+  done
 }
 
 # Two nodes on one machine have different numbers: a link's name can be taken once.

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from support.waiting import eventually
 
@@ -65,7 +66,7 @@ def test_no_request_fails_while_a_service_changes(site: Any) -> None:
         site.await_revision("busy", "two", 2)
         clients.wait_for(100)
         service("three", canaryTrafficPercent=30)
-        eventually(lambda: "30%" in shares(site), within=PATIENCE, message=lambda: site.state("busy"))
+        eventually(lambda: "30% of 30%" in shares(site), within=PATIENCE, message=lambda: site.state("busy"))
         clients.wait_for(300)
         site.headrace("rollout", "promote", "busy", "--kube")
         site.await_revision("busy", "three", 2)
@@ -106,28 +107,70 @@ def test_a_service_without_requests_has_no_pod_and_a_request_wakes_it(site: Any)
 def test_a_pod_that_ends_by_itself_says_why(site: Any) -> None:
     from node_site import PATIENCE, SMALL
 
+    def message(name: str) -> str:
+        conditions = site.get("inferenceservice", name).get("status", {}).get("conditions", ())
+        return " ".join(condition.get("message", "") for condition in conditions if condition["type"] == "Ready")
+
     site.service("broken", minReplicas=1, maxReplicas=1, runner={**SMALL, "args": ["serve", "/nowhere/at/all"]})
-    eventually(
-        lambda: "/nowhere/at/all" in json.dumps(site.get("inferenceservice", "broken").get("status", {})),
-        within=PATIENCE,
-        message=lambda: site.state("broken"),
-    )
+    reason = "'/nowhere/at/all' does not exist"  # the last line of the container's log
+    eventually(lambda: reason in message("broken"), within=PATIENCE, message=lambda: site.state("broken"))
     site.node.kubectl("delete", "isvc", "broken")
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_a_node_leaves_nothing_behind(tmp_path: Path, end: int) -> None:
-    """Also when the process that has started it is killed before it could end anything."""
+def test_a_benchmark_job_finds_its_service_by_name_and_says_why_it_failed(site: Any) -> None:
+    """The service has no language model, which the job's pod learns from the service itself."""
+    from node_site import PATIENCE
+
+    (site.node.folder / "mnt" / "benchmarks").mkdir()
+    (site.node.folder / "mnt" / "benchmarks").chmod(0o777)
+    site.service("measured", minReplicas=1, maxReplicas=1)
+    site.await_ready("measured")
+    size, head = {"storage": "1Gi"}, {"accessModes": ["ReadWriteOnce"], "storageClassName": "by-hand"}
+    volume = {**head, "capacity": size, "hostPath": {"path": "/mnt/benchmarks"}}
+    claim = {**head, "resources": {"requests": size}, "volumeName": "benchmarks"}
+    job = {
+        "endpoint": {"inferenceService": {"name": "measured", "namespace": "default"}},
+        "task": "text-to-text",
+        "trafficScenarios": ["D(10,10)"],
+        "numConcurrency": [1],
+        "maxTimePerIteration": 1,
+        "maxRequestsPerIteration": 10,
+        "outputLocation": {"storageUri": "pvc://benchmarks/measured"},
+    }
+    for version, kind, spec in (
+        ("v1", "PersistentVolume", volume),
+        ("v1", "PersistentVolumeClaim", claim),
+        ("ome.io/v1beta1", "BenchmarkJob", job),
+    ):
+        document = {"apiVersion": version, "kind": kind, "metadata": {"name": "benchmarks"}, "spec": spec}
+        site.node.kubectl("apply", "-f", "-", input=yaml.safe_dump(document))
+    address = "http://measured.default.svc.cluster.local:8080/v1/models lists no model"
+    eventually(
+        lambda: address in str(site.get("benchmarkjob", "benchmarks").get("status", {}).get("failureMessage")),
+        within=PATIENCE,
+        message=lambda: site.state("measured"),
+    )
+    site.node.kubectl("delete", "isvc/measured", "benchmarkjob/benchmarks", "pvc/benchmarks", "pv/benchmarks")
+
+
+def test_a_node_whose_starter_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     from support.kubernetes_node import SCRIPT
 
     script = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).wait()"
     starter = subprocess.Popen([sys.executable, "-c", script, "bash", SCRIPT, "run", tmp_path / "node"])
     eventually((tmp_path / "node" / "kubeconfig").exists, within=400)
-    assert living(tmp_path)
-    os.kill(starter.pid, end)
+    (number,) = re.findall(r"10\.77\.(\d+)\.2", (tmp_path / "node" / "kubeconfig").read_text())
+    assert living(tmp_path) and cgroups(number)
+    os.kill(starter.pid, signal.SIGKILL)
     starter.wait()
     eventually(lambda: not living(tmp_path))
-    eventually(lambda: str(tmp_path) not in Path("/proc/self/mounts").read_text())
+    eventually(lambda: not cgroups(number))
+    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
+    assert not Path(f"/sys/class/net/hr-node{number}").exists()
+
+
+def cgroups(number: str) -> list[Path]:
+    return [*Path("/sys/fs/cgroup").glob(f"*/hr-node{number}"), *Path("/sys/fs/cgroup").glob(f"hr-node{number}")]
 
 
 def living(folder: Path) -> list[str]:
