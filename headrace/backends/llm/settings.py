@@ -39,7 +39,7 @@ max_lora_rank       largest rank of an adapter on demand; 16
 chat_template       a template file that replaces the model's own, path as in model_path
 default_max_tokens  maximum tokens of a completion whose request sets none; default: as many as fit
 deterministic       true: a greedy or seeded request gets the same tokens whatever other requests run; slower; false
-deterministic_rows  rows of a step that are computed together then, always so many; 256 on a GPU, 8 on a CPU
+deterministic_rows  rows of a step that are computed together then, always so many; 128 on a GPU, 8 on a CPU
 compile, cuda_graphs
 how steps are computed on a GPU; true, if possible
 threads             CPU threads per operator; default: all cores
@@ -68,7 +68,7 @@ _GPU_RUNNING, _GPU_STEP_TOKENS = (256, 128, 64), (8192, 4096, 2048)
 """Largest first: the first that fits is the default, else the last."""
 _CPU_DRAFT_ROWS, _GPU_DRAFT_ROWS = 16, 64
 """With more rows a step takes longer for each row, instead of waiting for the weights: drafts no longer pay."""
-_CPU_FIXED_ROWS, _GPU_FIXED_ROWS = 8, 256
+_CPU_FIXED_ROWS, _GPU_FIXED_ROWS = 8, 128
 """More rows make prompts faster, fewer rows a single stream: a GPU reads all weights for each block of rows."""
 _SEQUENCE_TOKENS = 1024
 """The KV cache should hold this many tokens for each running sequence, or they would be preempted often."""
