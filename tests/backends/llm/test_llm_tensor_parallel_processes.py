@@ -114,7 +114,7 @@ def test_a_stopped_rank_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rank_has_little_more_than_its_shard_in_memory_while_it_loads() -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "measure_ranks.py"), "memory", "2"]
+    script = [sys.executable, str(ROOT / "bench" / "scenarios" / "tensor_parallel.py"), "memory", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     told = subprocess.run(script, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(told.stdout)
