@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure tensor parallelism on this machine's CPUs: memory while loading, the message of a step, and a killed rank.
 
-python bench/scenarios/tensor_parallel.py memory 2            # the shard of one rank: its bytes, and by how much memory grew at most
-python bench/scenarios/tensor_parallel.py step 2              # microseconds until all ranks have a step of 32 sequences decoded
-python bench/scenarios/tensor_parallel.py step 2 --tcp        # the same by TCP on loopback, as from node to node
-python bench/scenarios/tensor_parallel.py kill 2 20           # seconds until a request is answered after kill -9 of a rank
+    python bench/scenarios/tensor_parallel.py memory 2       # the shard of one rank, and by how much its memory grew
+    python bench/scenarios/tensor_parallel.py step 2         # microseconds until all ranks have a step of 32 sequences
+    python bench/scenarios/tensor_parallel.py step 2 --tcp   # the same by TCP on loopback, as from node to node
+    python bench/scenarios/tensor_parallel.py kill 2 20      # seconds until an answer after kill -9 of a rank
 
 Each prints a JSON object. The models are made here; `--folder` names another for `memory` and `kill`. That ranks answer as
 one process is a test: python -m pytest tests/backends/llm/test_llm_tensor_parallel_processes.py
