@@ -248,9 +248,9 @@ def test_the_index_lists_every_model_ever_loaded(tmp_path: Path) -> None:
                 IndexEntry("never"),
             ]
             assert [entry.version for entry in await fixture.control.index(ready_only=True)] == ["9", "10"]
-            config = fixture.control.config_of("loaded", "9")
-            assert config is not None and config.name == "loaded"
-            assert fixture.control.config_of("never") is None
+            loaded = fixture.control.directory.find("loaded", "9")
+            assert loaded is not None and loaded.config.name == "loaded"
+            assert fixture.control.directory.find("never") is None
             state = fixture.control.state_of("loaded", 10)
             assert state is not None and state.load_seconds is not None and state.since > 0
 

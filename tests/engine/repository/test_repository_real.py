@@ -64,8 +64,9 @@ def test_real_configurations_are_loaded(tmp_path: Path) -> None:
         await control.start()
         try:
             assert control.ready()
-            config = control.config_of("m")
-            assert config is not None
+            loaded = control.directory.find("m")
+            assert loaded is not None
+            config = loaded.config
             assert (config.backend, config.max_batch_size, config.inputs[0].dims) == ("identity", 8, (4,))
             assert list(control.directory.models["m"].versions) == ["1", "2"]
             assert control.directory.find("pipeline", "1") is not None

@@ -45,7 +45,7 @@ async def test_a_hundred_thousand_requests_are_split_within_the_binomial_bound()
 @async_test
 async def test_a_version_without_the_express_path_gets_its_share_too() -> None:
     split_plane = await open_split_plane(echo)
-    await split_plane.load(2, echo, scheduling=DynamicBatching())
+    await split_plane.load(2, echo, scheduling=DynamicBatching(max_queue_delay_microseconds=1))
     assert split_plane.versions[1].express is not None and split_plane.versions[2].express is None
     split_plane.split("1=0.8 2=0.2")
     seen = Counter([await split_plane.ask() for _ in range(10_000)])
