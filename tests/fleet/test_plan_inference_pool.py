@@ -34,7 +34,6 @@ def test_a_pool_of_the_pods_that_serve() -> None:
         "selector": {"matchLabels": {"ome.io/inferenceservice": "chat", "component": "engine"}},
         "targetPorts": [{"number": 9000}],
         "endpointPickerRef": {
-            "group": "",
             "kind": "Service",
             "name": "chat-picker",
             "port": {"number": 9002},

@@ -94,7 +94,8 @@ def pool_objects(context: PlanContext, selector: Mapping[str, str], port: int) -
         return []
     labels = context.own_labels(PICKER)
     picker = picker_name(context)
-    reference = {"group": "", "kind": "Service", "name": trunc63(picker), "port": {"number": PICKER_PORT}}
+    # No group: it is the core one by default, and an API server of 1.20 was seen to turn an empty one into null.
+    reference = {"kind": "Service", "name": trunc63(picker), "port": {"number": PICKER_PORT}}
     spec = {
         "selector": {"matchLabels": dict(selector)},
         "targetPorts": [{"number": port}],

@@ -30,7 +30,6 @@ def test_a_pool_comes_changes_and_goes_with_the_annotations(clean: Any) -> None:
             "selector": {"matchLabels": {"ome.io/inferenceservice": "llama-pool", "component": "engine"}},
             "targetPorts": pool["spec"]["targetPorts"],
             "endpointPickerRef": {
-                "group": "",
                 "kind": "Service",
                 "name": "llama-pool-picker",
                 "port": {"number": 9002},
