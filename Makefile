@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 
 ORDER ?= file
 RETRY ?=
+PLATFORMS ?= platforms node
 FUZZ_SECONDS ?= 300
 SOAK_SECONDS ?= 3600
 
@@ -75,7 +76,7 @@ test-slow: $(VENV)/.testing
 	$(BIN)/python scripts/run_tests.py $(if $(RETRY),--retry) slow -- $(TESTS)
 
 test-platforms: $(VENV)/.testing install-platforms
-	$(BIN)/python scripts/run_tests.py $(if $(RETRY),--retry) platforms -- $(TESTS)
+	$(BIN)/python scripts/run_tests.py $(if $(RETRY),--retry) $(PLATFORMS) -- $(TESTS)
 
 test-ray: $(VENV)/.testing
 	bash scripts/install_ray.sh

@@ -38,7 +38,8 @@ CHECK = "check"
 MARKS = {
     "quick": "not slow and not platform",
     "slow": "slow and not platform",
-    "platforms": "platform and not ray",
+    "platforms": "platform and not ray and not node",
+    "node": "node",
     "ray": "ray",
 }
 """Each tier of tests and what pytest selects for it."""

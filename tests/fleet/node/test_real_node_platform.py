@@ -17,7 +17,7 @@ import yaml
 
 from support.waiting import eventually
 
-pytestmark = [pytest.mark.platform, pytest.mark.worker("node"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.platform, pytest.mark.node, pytest.mark.worker("node"), pytest.mark.timeout(1800)]
 
 
 def test_the_image_runs_as_a_pod(bare_node: Any) -> None:
