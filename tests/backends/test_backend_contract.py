@@ -325,7 +325,7 @@ def test_unload_gives_everything_back(contract: ContractFixture) -> None:
     for_each(contract.cases, one)
 
 
-def test_a_closed_instance_is_nobodys(loaded: ContractFixture) -> None:
+def test_a_closed_instance_is_released(loaded: ContractFixture) -> None:
     def one(case: Case) -> None:
         model, instance = loaded.served.opened(case.name)
         if isinstance(instance, ComputeInstance):

@@ -87,7 +87,7 @@ def test_too_little_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert driver.used == 8 * MIB
 
 
-def test_a_block_that_nobody_uses_is_freed_after_its_tensors() -> None:
+def test_an_unused_block_is_freed_after_its_tensors() -> None:
     driver = FakeCudaDriver()
     block = MemoryBlock(driver, MIB)
     block.map()

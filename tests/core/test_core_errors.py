@@ -35,7 +35,7 @@ def test_a_subclass_keeps_the_code():
     assert all(refined.code is kind.code for kind in CLASSES for refined in kind.__subclasses__())
 
 
-def test_an_error_is_retold_as_what_it_refines():
+def test_an_error_is_reported_as_the_class_that_it_refines():
     class Refined(errors.NotFound):
         def __init__(self, place: int) -> None:
             super().__init__(f"nothing at {place}", retry_after_seconds=2.0)

@@ -187,7 +187,7 @@ def test_wrong_requests_are_refused_in_the_usual_words(wrong: InferRequest, text
         ({"OUTPUT0": np.zeros((1, 5), np.float32)}, "declares"),
     ],
 )
-def test_a_wrong_result_is_told_in_the_usual_words(result: Mapping[str, Any], text: str) -> None:
+def test_a_wrong_result_gets_the_usual_message(result: Mapping[str, Any], text: str) -> None:
     async def main() -> None:
         async with serving_plane([(plain(), lambda _: result)]) as plane:
             with pytest.raises(Internal, match=text):

@@ -260,7 +260,7 @@ def test_a_model_that_does_not_fall_asleep_serves_on() -> None:
     run(test)
 
 
-def test_a_wake_up_that_fails_is_told_to_all_and_tried_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_wake_is_reported_to_all_and_tried_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(sleep_module, "monotonic", lambda: now[0])
 

@@ -97,7 +97,7 @@ def test_a_cancelled_request_is_answered_once_and_the_load_goes_on(tmp_path: Pat
     run(tmp_path, test)
 
 
-def test_what_is_wrong_with_a_request_is_told_after_the_load(tmp_path: Path) -> None:
+def test_errors_of_a_request_come_after_the_load(tmp_path: Path) -> None:
     async def test(plane: DataPlane) -> None:
         results: list[Any] = []
         plane.infer(request(width=3), results.append)

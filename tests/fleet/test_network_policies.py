@@ -126,7 +126,7 @@ def test_an_exposed_service_is_reached_from_everywhere(kind: str) -> None:
     assert allowed(policies(made), OUTSIDE, pod(made, "chat-engine"))
 
 
-def test_services_are_isolated_only_if_the_operator_is_told_to() -> None:
+def test_services_are_isolated_only_by_the_operators_option() -> None:
     made = plan(service({"engine": {}}), facts())
     assert not any(name.startswith("NetworkPolicy") for name in names(made))
     knative = plan(service({"engine": {"minReplicas": 0}}), facts(isolate_services=True))
@@ -160,7 +160,7 @@ def test_there_is_a_policy_for_each_program_that_is_installed() -> None:
     assert not any(item["kind"] == "NetworkPolicy" for item in manifests(ManifestSettings())), "off unless asked for"
 
 
-def test_the_operator_is_told_which_namespaces() -> None:
+def test_the_operator_gets_the_namespaces() -> None:
     made = manifests(ManifestSettings(isolate_services=True, client_namespaces=("a", "b")))
     (args,) = [
         item["spec"]["template"]["spec"]["containers"][0]["args"]

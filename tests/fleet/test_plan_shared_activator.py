@@ -105,7 +105,7 @@ def test_pods_that_answer_are_endpoints_until_the_activator_is_one() -> None:
     assert seen == [("engine", False), ("engine", True), (None, True), (None, True)]
 
 
-def test_what_the_activator_is_told() -> None:
+def test_the_configuration_of_the_activator() -> None:
     front = one(planned(), "Deployment", "chat-front")
     assert activation_of(front) == {
         "port": 20017,

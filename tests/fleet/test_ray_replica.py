@@ -348,7 +348,7 @@ async def test_a_replica_forwards_to_its_server() -> None:
 
 
 @async_test
-async def test_a_request_to_a_server_that_has_ended_is_told_so() -> None:
+async def test_a_request_to_a_server_that_has_ended_gets_an_error() -> None:
     async with listening(silent) as port:
         replica = await start(FakeServer(port))
         response = await replica.answer(request())
@@ -359,7 +359,7 @@ async def test_a_request_to_a_server_that_has_ended_is_told_so() -> None:
 
 
 @async_test
-async def test_a_request_that_takes_too_long_is_told_so() -> None:
+async def test_a_request_that_takes_too_long_gets_an_error() -> None:
     async with listening(hang) as port:
         replica = await start(FakeServer(port), request_seconds=0.05)
         status, content = await received(await replica.answer(request()))

@@ -120,7 +120,7 @@ def test_an_image_of_ones_own_has_our_program_or_taos(tmp_path: Path) -> None:
     run(main())
 
 
-def test_an_architecture_that_nobodys_program_serves_is_refused(tmp_path: Path) -> None:
+def test_an_architecture_without_a_program_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         driver = FakeDriver()
         async with opened(tmp_path, driver, containers=ContainerSettings("kubernetes", "tao")) as service:

@@ -163,7 +163,7 @@ def test_the_file_of_a_fleet_runs_on_two_nodes(
         assert json.load(response)["name"] == NAME
 
 
-def test_requests_of_killed_servers_are_told_and_the_replicas_replaced(
+def test_requests_of_killed_servers_get_an_error_and_replicas_are_replaced(
     cluster: RayCluster, service: str, port: int
 ) -> None:
     before = servers(NAME)

@@ -47,7 +47,7 @@ def test_each_role_may_what_the_one_before_may() -> None:
 
 
 @pytest.mark.parametrize("operation", ["", "jobs", "jobs.", "jobs.READ", "jobs.read ", "*", "jobs.read\n", "__class__"])
-def test_what_is_not_in_the_table_is_nobodys(operation: str) -> None:
+def test_operations_outside_the_table_are_allowed_to_no_role(operation: str) -> None:
     for role in ROLES:
         assert not is_allowed(role, operation)
         with pytest.raises(PermissionDenied):

@@ -217,7 +217,7 @@ def test_a_line_is_sent_again_while_there_is_no_room() -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "cancel", "task"])
-def test_a_line_that_nobody_waits_for_ends(how: str) -> None:
+def test_a_line_without_a_waiting_batch_ends(how: str) -> None:
     async def main() -> None:
         seen: list[Exchange] = []
         answers = [503] if how == "stop" else []

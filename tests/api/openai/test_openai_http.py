@@ -99,7 +99,7 @@ def test_what_a_model_is_told(openai_server: OpenAiServer) -> None:
         assert openai_server.repeater.received[-1].output_format == wanted
 
 
-def test_a_bug_is_not_told(openai_server: OpenAiServer) -> None:
+def test_the_text_of_a_bug_stays_in_the_log(openai_server: OpenAiServer) -> None:
     status, body, _ = openai_server.chat("CRASH")
     assert (status, body["error"]["type"]) == (500, "server_error")
 

@@ -61,7 +61,7 @@ def test_nothing_is_handed_over_of_several_prompts_and_of_other_engines(computin
     assert computing.ask(PREFILL_PATH, {"model": "elsewhere", "messages": [USER]})[:2] == (200, nothing)
 
 
-def test_what_is_wrong_is_told_as_for_the_whole_request(computing: OpenAiServer) -> None:
+def test_errors_are_those_of_the_whole_request(computing: OpenAiServer) -> None:
     for body in ({}, {"model": "repeater"}, {"model": "nobody", "prompt": "a"}, {**CHAT, "temperature": 9}, b"{"):
         assert computing.ask(PREFILL_PATH, body)[0] in (400, 404)
     status, reply, _ = computing.ask(PREFILL_PATH, {**CHAT, "messages": [{"role": "user", "content": "BUSY"}]})

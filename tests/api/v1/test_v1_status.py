@@ -242,7 +242,7 @@ def test_profiling_may_be_allowed_and_then_does_nothing(starting: tuple[TrtisSit
     assert b"profile_stats {\n  success {\n    count: 1\n" in ask(server, "GET", "/api/status").body
 
 
-def test_an_unexpected_exception_is_told_without_its_text(
+def test_an_unexpected_exception_is_reported_without_its_text(
     site: TrtisSite, server: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = threading.Event()

@@ -128,7 +128,7 @@ def test_a_copy_that_fails_costs_no_slot() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_no_adapter_in_use_is_replaced_and_nobody_waits_for_ever(seed: int) -> None:
+def test_adapters_in_use_are_never_replaced_and_every_waiter_gets_a_slot(seed: int) -> None:
     chance = random.Random(seed)
     slots, lora, metrics = made(chance.randint(1, 3))
     running: list[Request] = []
@@ -262,7 +262,7 @@ def test_a_load_that_ends_while_another_request_looks_for_its_files_serves_both(
     stored.store.close()
 
 
-def test_nobody_is_called_after_leaving(folder: Path) -> None:
+def test_no_callback_comes_after_detach(folder: Path) -> None:
     made, go = Store(folder), threading.Event()
     made.store.read = lambda source: go.wait(30) and adapter(source.name)  # type: ignore[assignment,return-value]
     owner, other, told = object(), object(), []

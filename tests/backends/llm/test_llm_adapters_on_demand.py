@@ -224,7 +224,7 @@ class HeldReader:
         (MemoryError(), Unavailable, "there is not enough memory for adapter 'anna'"),
     ],
 )
-def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(
+def test_a_failed_load_is_reported_to_all_waiters_and_tried_again(
     base: Path, trained: Path, expected: Any, error: Exception, told: type[HeadraceError], text: str
 ) -> None:
     async def main() -> None:
@@ -396,7 +396,7 @@ def widen(folder: Path) -> None:
         (lambda path: reconfigured(path, use_dora=True), Unimplemented, "has 'use_dora'"),
     ],
 )
-def test_an_adapter_that_cannot_be_served_says_why_and_works_when_it_is_mended(
+def test_a_bad_adapter_gets_its_reason_and_works_once_repaired(
     base: Path, folder: Path, trained: Path, expected: Any, change: Any, error: Any, text: str
 ) -> None:
     async def main() -> None:

@@ -45,7 +45,7 @@ def test_products_are_those_of_pytorch(
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tokens", [3, 100, 1000])
-def test_a_captured_step_routes_anew_in_each_replay(tokens: int, dtype: torch.dtype) -> None:
+def test_a_captured_step_routes_again_in_each_replay(tokens: int, dtype: torch.dtype) -> None:
     class Experts(torch.nn.Module):
         has_gate, has_bias, is_transposed = True, False, False
 

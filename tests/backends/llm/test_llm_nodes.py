@@ -86,7 +86,7 @@ def test_a_node_joins_and_leaves() -> None:
         eventually(lambda: pool.missing == [1, 2])
 
 
-def test_a_node_with_another_key_is_told() -> None:
+def test_a_node_with_another_key_gets_an_error() -> None:
     with pool_of(2) as (pool, settings):
         with pytest.raises(FailedPrecondition, match="has another key: give all nodes the same --handing-key-file"):
             joined(replace(settings, key=b"another key of many"))
@@ -179,7 +179,7 @@ def joined_ignoring(settings: NodeSettings, **changed: Any) -> Iterator[Link]:
         link.close()
 
 
-def test_who_waits_for_a_node_is_told_that_the_server_stops() -> None:
+def test_waiters_for_a_node_get_an_error_when_the_server_stops() -> None:
     with pool_of(2) as (pool, _):
         threading.Timer(0.1, pool.stop_waiting).start()
         with pytest.raises(Unavailable, match="the server is stopping"):

@@ -221,7 +221,7 @@ def test_invalid_parameters_are_refused(parameters: dict[str, Any], text: str) -
         _v2(**parameters)
 
 
-def test_what_belongs_to_the_protocol_is_nobodys_mistake() -> None:
+def test_fields_of_the_protocol_are_not_unknown_parameters() -> None:
     _v2(
         priority=1,
         timeout=5,

@@ -298,7 +298,7 @@ def test_a_prompt_of_the_background_takes_what_others_leave() -> None:
     assert [(chunk.sequence, chunk.count) for chunk in scheduler.schedule()] == [(live, 14), (late, 2)]
 
 
-def test_nobody_waits_for_a_prefix_that_the_background_computes() -> None:
+def test_requests_do_not_wait_for_a_prefix_of_the_background() -> None:
     scheduler = scheduler_of(200, 4, max_step_tokens=48)
     late, live = prompts_with_a_common_prefix(2)
     late.priority = BACKGROUND

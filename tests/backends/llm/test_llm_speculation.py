@@ -320,7 +320,7 @@ def test_pages_of_rejected_tokens_are_used_again_and_never_found() -> None:
     assert not any(7 in memory.slots[page * 4 + 3] for page in scheduler.pool._hashes)
 
 
-def test_drafts_preempt_nobody_and_leave_prompts_their_share() -> None:
+def test_drafts_preempt_no_sequence_and_leave_prompts_their_share() -> None:
     scheduler = scheduler_of(8, 2, prefix_cache=False, max_running=4, max_step_tokens=9)
     memory = Memory(scheduler)
     scheduler.drafter, scheduler.max_draft_rows = Guess(), 100

@@ -277,7 +277,7 @@ def test_a_link_that_gets_nonsense_is_closed(link: tuple[Link, socket.socket], s
         link[0].receive(10)
 
 
-def test_a_link_waits_no_longer_than_told(link: tuple[Link, socket.socket]) -> None:
+def test_a_link_waits_no_longer_than_its_timeout(link: tuple[Link, socket.socket]) -> None:
     with pytest.raises(LinkTimeout):
         link[0].receive(0.0)
     link[1].sendall(b"\x02\x00\x00\x00\x06hi")

@@ -129,7 +129,7 @@ def test_the_engines_errors_reach_the_client(client: OpenAI) -> None:
     assert lost.value.status_code == 503
 
 
-def test_an_error_in_the_middle_of_a_stream_is_told(client: OpenAI) -> None:
+def test_an_error_in_the_middle_of_a_stream_is_reported(client: OpenAI) -> None:
     words = []
     with pytest.raises(openai.APIError, match="out of pages"):
         for chunk in client.chat.completions.create(

@@ -82,7 +82,7 @@ def test_what_is_given_and_agrees_stays(backend: BackendFixture) -> None:
         ),
     ],
 )
-def test_contradictions_are_told(backend: BackendFixture, body: str, fields: dict[str, Any], text: str) -> None:
+def test_contradictions_are_reported(backend: BackendFixture, body: str, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         complete(backend, body, **fields)
     assert text in caught.value.message

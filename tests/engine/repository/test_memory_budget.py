@@ -50,7 +50,7 @@ def test_the_least_recently_used_go_and_no_more_than_needed(excess: dict[str, in
     assert names(BUDGET.victims(excess, residents)) == expected
 
 
-def test_the_sum_that_does_not_fit_is_told() -> None:
+def test_the_error_names_the_sum_that_does_not_fit() -> None:
     text = BUDGET.sum_text({"host": 90, "gpu0": 60}, [("pinned models", {"host": 20})], {"host": 10, "gpu0": 10})
     assert text == (
         "host memory: 90 bytes + 20 bytes (pinned models) is more than the 100 bytes of --host-memory-limit; "

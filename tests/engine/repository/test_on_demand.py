@@ -206,7 +206,7 @@ def test_a_wait_has_a_bound_and_the_load_goes_on(tmp_path: Path) -> None:
     virtual(main)
 
 
-def test_no_room_in_time_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_no_room_in_time_is_reported_and_tried_again(tmp_path: Path) -> None:
     async def main(clock: LoopClock) -> None:
         for name in ("busy", "next"):
             put_model(tmp_path, name, 1)
@@ -240,7 +240,7 @@ def test_a_request_that_gives_up_does_not_stop_the_load(tmp_path: Path) -> None:
     virtual(main)
 
 
-def test_a_failed_load_is_told_to_all_and_tried_again_after_a_growing_pause(tmp_path: Path) -> None:
+def test_a_failed_load_is_reported_to_all_and_tried_again_after_a_growing_pause(tmp_path: Path) -> None:
     async def main(clock: LoopClock) -> None:
         put_model(tmp_path, "m", 1)
         async with on_demand(tmp_path, clock=clock) as repository:

@@ -151,7 +151,7 @@ def test_the_key_is_the_first_there_is() -> None:
 
 
 @async_test
-async def test_the_key_of_a_model_without_a_split_is_nobodys() -> None:
+async def test_a_model_without_a_split_has_no_sticky_key() -> None:
     split_plane = await open_split_plane(echo, echo)
     assert split_plane.traffic.key_of("m", head_of((b"x-user", b"me")), {}) == ""
     split_plane.split("1=0.5 2=0.5", sticky=StickyBy(header="x-user"))

@@ -98,7 +98,7 @@ def test_a_repeated_event_is_counted() -> None:
     assert [each["count"] for each in api.events] == [1], "the API server had forgotten it"
 
 
-def test_a_change_that_is_not_rolled_out_is_told_in_the_words_of_describe() -> None:
+def test_a_change_that_is_not_rolled_out_is_an_event_in_the_words_of_describe() -> None:
     api = Listening()
     recorder = EventRecorder(cast("ApiClient", api), lambda: NOW)
     latest = {**ready("False", "CrashLoopBackOff", 2), "type": "LatestDeploymentReady", "message": "pod b: it ended"}

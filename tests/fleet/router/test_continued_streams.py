@@ -339,7 +339,7 @@ def test_a_stream_waits_for_a_backend_that_comes_back(tiny: Serving) -> None:
         relay.close()
 
 
-def test_nobody_to_continue_it_ends_the_wait(tiny: Serving) -> None:
+def test_no_backend_to_continue_it_ends_the_wait(tiny: Serving) -> None:
     relay = Relay(tiny.port, [1500])
     with routing(relay.port, transfer_key=KEY, continuation=ContinuationSettings(wait_seconds=0.3)) as router:
         relay.on_cut = relay.close

@@ -274,7 +274,7 @@ def test_only_the_endpoints_that_the_gateway_allows(policy: str) -> None:
             assert code == 503 and "no backend can take the request" in message and "retry-after" in fields
 
 
-def test_nobody_to_send_it_to() -> None:
+def test_no_backend_to_choose() -> None:
     with routing(ONE) as router:
         router.server.call(router.proxy.backends.suspend)
         code, message, _ = error_of(Exchange(router).chat())

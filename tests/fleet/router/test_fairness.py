@@ -117,7 +117,7 @@ def at(clock: asyncio.AbstractEventLoop, seconds: float) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_tenants_take_turns_whoever_sent_first() -> None:
+def test_tenants_take_turns_in_any_order_of_arrival() -> None:
     queued = _Queued()
     for _ in range(20):
         queued.add("hog")

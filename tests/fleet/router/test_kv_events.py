@@ -211,7 +211,7 @@ def test_missed_batches_are_asked_for() -> None:
         eventually(lambda: blocks(router) == 6)
 
 
-def test_what_is_gone_for_good_is_learned_anew() -> None:
+def test_events_that_cannot_be_replayed_empty_the_index_of_a_backend() -> None:
     with routed() as (router, (one, _)):
         learned(router, one, TEXT[:8])
         one.first += len(one.batches) + 5
