@@ -35,6 +35,10 @@ LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
 _STOP_SECONDS = 100.0
 
 
+BOTH_WORKERS_READY = re.compile(r"(?s)model\(s\).*model\(s\)")
+"""In the log of a server of two workers, each of which loads its models by itself."""
+
+
 class Program:
     """A process that a test starts: its log, its ports, and a clean end.
 

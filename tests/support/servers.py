@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,7 +125,9 @@ def _parse(*words: str | Path) -> tuple[dict[str, Any], list[str]]:
 
 
 @contextmanager
-def serve_process(log: Path, *arguments: str | Path, ready: str = "model(s)", **more: Any) -> Iterator[Program]:
+def serve_process(
+    log: Path, *arguments: str | Path, ready: str | re.Pattern[str] = "model(s)", **more: Any
+) -> Iterator[Program]:
     """Run `headrace serve WORDS` as a process on free ports, wait until it has tried its models, and end it well."""
     with Program("serve", *_FREE_PORTS, *arguments, log=log, ready=ready, **more) as server:
         yield server

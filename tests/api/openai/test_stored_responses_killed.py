@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from support.programs import Program
+from support.programs import BOTH_WORKERS_READY, Program
 from support.servers import serve_process
 from support.waiting import eventually
 
@@ -35,7 +35,7 @@ def test_workers_share_responses_and_a_kill_loses_none(tmp_path: Path) -> None:
     make_model(tmp_path / "models", "short", ["One.", "Two."], "hermes", "none")
     make_model(tmp_path / "models", "long", [LONG], "hermes", "none")
     arguments = (tmp_path / "models", "--workers", "2", "--openai-state-dir", tmp_path / "state")
-    server = Program("serve", *FREE_PORTS, *arguments, log=tmp_path / "first.log", ready="model(s)").start()
+    server = Program("serve", *FREE_PORTS, *arguments, log=tmp_path / "first.log", ready=BOTH_WORKERS_READY).start()
     try:
         first = asked(server.url, "create", model="short", input="begin")
         assert [asked(server.url, "retrieve", first.id) for _ in range(ASKED)] == [first] * ASKED

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from support.llm_models import tiny_llama
-from support.programs import Program, run
+from support.programs import BOTH_WORKERS_READY, Program, run
 from support.servers import ThreadServer, serve_in_thread, serve_process
 from support.tiny_models import CONFIG as IDENTITY
 from support.waiting import eventually
@@ -358,7 +358,7 @@ def test_several_processes_cannot_sleep_and_a_killed_one_leaves_nothing(models: 
         server.process.wait(30)
     assert not [name for name in held if "headrace" in name]
     assert {path: path.read_bytes() for path in models.rglob("*") if path.is_file()} == files
-    with serve_process(tmp_path / "second.log", models, "--workers", "2") as server:
+    with serve_process(tmp_path / "second.log", models, "--workers", "2", ready=BOTH_WORKERS_READY) as server:
         assert chat(server) == before
         answer = ask(server, "/v1/models/llama/sleep")
         assert answer.status == 409
