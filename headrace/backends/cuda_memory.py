@@ -68,7 +68,7 @@ class Driver(Protocol):
 class MemoryBlock:
     """Some addresses of a device, and the memory behind them.
 
-    `unmap` and `close` wait for the device's default stream; whoever uses another stream waits for it before.
+    `unmap` and `close` wait for the device's default stream; callers that use another stream wait for it before.
     """
 
     def __init__(self, driver: Driver, size: int) -> None:
@@ -79,7 +79,7 @@ class MemoryBlock:
         self.address = driver.reserve(self._size)
         self._segments: list[tuple[int, int, int]] = []
         """Address, size and handle of the parts that are mapped, from the first on."""
-        # For a block that nobody has closed: its tensors keep it alive.
+        # For a block that was never closed: its tensors keep it alive.
         self._finalizer = weakref.finalize(self, _free, driver, self.address, self._size, self._segments)
         self._finalizer.atexit = False  # the driver may be gone before
 

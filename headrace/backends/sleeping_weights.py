@@ -141,7 +141,7 @@ class PlacedWeights:
         self._pinned.give_back(self._host)
 
     def take_memory(self) -> None:
-        """Take the memory of dropped weights, for a caller that writes all of them anew."""
+        """Take the memory of dropped weights, for a caller that writes all of them."""
         self._block.map()
         self.dropped = False
 

@@ -482,7 +482,7 @@ class OnDemandModels:
         return None
 
     async def _read_memory(self, probe: MemoryProbe) -> MemoryUse:
-        """Return what is used, without what is kept of evicted models: whoever takes that over counts for it."""
+        """Return what is used, without what is kept of evicted models: the model that takes it over counts for it."""
         kept = self.memory.kept()
         use = await self._context.run_in_loader(probe.read)
         return {place: size - kept.get(place, 0) for place, size in use.items()}

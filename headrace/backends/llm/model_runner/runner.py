@@ -166,7 +166,7 @@ class ModelRunner:
         else:
             arguments["input_ids"] = model_input.ids
         sampled: Any = model_input.sampled_rows
-        if self.fixed_rows:  # the head has the same shape in every step, too: all rows, or one that nobody needs
+        if self.fixed_rows:  # the head has the same shape in every step, too: all rows, or one whose result is not used
             sampled = 0 if len(sampled) else torch.zeros(1, dtype=torch.long, device=self.device)
         ours = bool(self.fixed_rows) and self.device.type == "cuda"
         with self.attention.using(model_input.attention), using_fused_experts(self.model) if ours else nullcontext():
